@@ -1,0 +1,230 @@
+"""The real world: every node its own HTTP server, messages over real sockets, wall-clock time.
+
+A call is `POST /call` with the frame as the body and the caller's name in a header. 200 brings the reply's frame; any
+other status is a refusal whose text says why. Lines can be shaped: a body then leaves in paced pieces and is read in
+paced pieces, after the line's latency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+from refimpl.messages import FRAME_BYTES_MAX, PREFIX, BadMessage, Message, decode, encode, encode_parts, frame_length
+from refimpl.world import Refused, TaskFailure, Timeout, Unreachable
+from refimpl.worlds.asyncio_node import PACE_BYTES, AsyncioNode, Line, Supervisor, device_thread
+
+T = TypeVar("T")
+
+SOURCE_HEADER = "X-Armillary-Source"
+REASON_BYTES_MAX = 2000
+NAME_LENGTH_MAX = 200
+
+
+class HttpWorld(AsyncioNode):
+    """One node that serves on its own port. `book` maps node names to base URLs; it may grow while the run goes on."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        book: Mapping[str, str],
+        supervisor: Supervisor,
+        run_seed: int = 0,
+        started_s: float | None = None,
+        device: Any = None,
+        line: Line | None = None,
+        frame_bytes_max: int = FRAME_BYTES_MAX,
+    ) -> None:
+        super().__init__(
+            name,
+            run_seed=run_seed,
+            started_s=time.monotonic() if started_s is None else started_s,
+            supervisor=supervisor,
+            device=device or device_thread(),
+            line=line or Line(),
+        )
+        self.book = book
+        self._frame_bytes_max = frame_bytes_max
+        self._runner: web.AppRunner | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._transports: set[asyncio.Transport] = set()
+        self.application = web.Application(client_max_size=frame_bytes_max)
+        self.application.router.add_post("/call", self._serve_call)
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Open the server (port 0: any free one) and return its base URL."""
+        self._runner = web.AppRunner(self.application, access_log=None, handle_signals=False)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        await site.start()
+        return f"http://{host}:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """Close the server, the connections and everything the node was doing."""
+        self.stop_tasks()
+        for transport in list(self._transports):  # a dead process does not say goodbye
+            transport.abort()
+        if self._session is not None:
+            await self._session.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # ------------------------------------------------------------------------------------------------- the caller
+    async def call(self, target: str, message: Message, timeout_s: float) -> Any:
+        if target not in self.book:
+            raise Unreachable(f"there is no node {target!r}")
+        try:
+            parts = encode_parts(message)
+        except BadMessage as error:
+            raise Refused(str(error)) from error
+        # its own task: a caller that gives up must not pull the request out of the callee's hands
+        sending = self.start_task(self._post(target, parts))
+        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(sending)
+        except TimeoutError:
+            raise Timeout(f"{target!r} did not answer {type(message).__name__} within {timeout_s:g} s") from None
+
+    async def _post(self, target: str, parts: list[Any]) -> Message:
+        if self._session is None:
+            # no pool limit, since a node may have many long calls open; no total time-out, the port has its own
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        length = sum(len(part) for part in parts)
+        headers = {SOURCE_HEADER: self.name, "Content-Length": str(length), "Content-Type": "application/octet-stream"}
+        body = self._paced(parts) if self.paced or self.line.latency_ms else b"".join(parts)
+        try:
+            async with self._session.post(f"{self.book[target]}/call", data=body, headers=headers) as response:
+                if response.status != 200:
+                    reason = (await response.content.read(REASON_BYTES_MAX)).decode("utf-8", "replace")
+                    raise Refused(reason or f"{target!r} answered with status {response.status}")
+                frame = await self._read_frame(response.content)
+            return decode(frame, bytes_max=self._frame_bytes_max)
+        except BadMessage as error:
+            raise Refused(f"{target!r} sent a bad reply: {error}") from error
+        except (aiohttp.ClientError, ConnectionError, OSError) as error:
+            raise Unreachable(f"{target!r} was lost: {type(error).__name__}") from error
+
+    # ------------------------------------------------------------------------------------------------- the callee
+    async def _serve_call(self, request: web.Request) -> web.StreamResponse:
+        source = request.headers.get(SOURCE_HEADER, "")
+        if not 0 < len(source) <= NAME_LENGTH_MAX:
+            return web.Response(status=400, text=f"header {SOURCE_HEADER} must name the caller")
+        if request.transport is not None:
+            self._transports.add(request.transport)
+        try:
+            frame = await self._read_frame(request.content)
+            message = decode(frame, bytes_max=self._frame_bytes_max)
+        except BadMessage as error:
+            return web.Response(status=400, text=str(error)[:REASON_BYTES_MAX])
+        # its own task, so that a caller that hangs up does not stop the handler
+        serving = self.start_task(self.answer(source, message))
+        serving.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            reply = encode(await asyncio.shield(serving))
+        except (Refused, BadMessage) as error:
+            return web.Response(status=422, text=str(error)[:REASON_BYTES_MAX])
+        if not (self.paced or self.line.latency_ms):
+            return web.Response(body=reply, content_type="application/octet-stream")
+        response = web.StreamResponse(headers={"Content-Length": str(len(reply))})
+        await response.prepare(request)
+        async for piece in self._paced([reply]):
+            await response.write(piece)
+        await response.write_eof()
+        return response
+
+    # ------------------------------------------------------------------------------------------------------- bytes
+    async def _paced(self, parts: list[Any]) -> AsyncIterator[bytes]:
+        """The bytes of `parts` as this node's uplink lets them go, the first one latency late."""
+        delay_s = self.line.latency_ms / 1000
+        view = memoryview(b"".join(parts))
+        for at in range(0, len(view), PACE_BYTES):
+            piece = view[at : at + PACE_BYTES]
+            await self.sleep_until(self.uplink.reserve(len(piece), self.now()) + (delay_s if at == 0 else 0.0))
+            yield bytes(piece)
+
+    async def _read_frame(self, stream: aiohttp.StreamReader) -> bytes:
+        """Exactly one frame from `stream`, at this node's downlink rate. Raises BadMessage for too few or many bytes."""
+        if self.line.latency_ms:
+            await asyncio.sleep(self.line.latency_ms / 1000)
+        try:
+            frame = bytearray(await stream.readexactly(PREFIX.size))
+            total = frame_length(frame, bytes_max=self._frame_bytes_max)
+            while len(frame) < total:
+                piece = await stream.read(min(PACE_BYTES if self.paced else 1 << 20, total - len(frame)))
+                if not piece:
+                    raise BadMessage(f"frame ends after {len(frame)} of {total} bytes")
+                frame += piece
+                await self.sleep_until(self.downlink.reserve(len(piece), self.now()))
+            if await stream.read(1):
+                raise BadMessage(f"bytes follow a frame of {total} bytes")
+        except asyncio.IncompleteReadError as error:
+            raise BadMessage(f"a frame starts with {PREFIX.size} bytes, only {len(error.partial)} came") from error
+        return bytes(frame)
+
+
+class HttpFabric:
+    """Several HTTP nodes in one process, for tests and small runs; `run_node` is what a process of its own uses."""
+
+    def __init__(self, *, run_seed: int = 0, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self.run_seed = run_seed
+        self.nodes: dict[str, HttpWorld] = {}
+        self.book: dict[str, str] = {}
+        self._frame_bytes_max = frame_bytes_max
+        self._supervisor = Supervisor()
+        self._device = device_thread()
+        self._started_s = time.monotonic()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def failures(self) -> list[TaskFailure]:
+        return self._supervisor.failures
+
+    def node(self, name: str, line: Line | None = None) -> HttpWorld:
+        if name in self.nodes and self.nodes[name].alive:
+            raise ValueError(f"there is a node {name!r} already")
+        self.nodes[name] = HttpWorld(
+            name,
+            book=self.book,
+            supervisor=self._supervisor,
+            run_seed=self.run_seed,
+            started_s=self._started_s,
+            device=self._device,
+            line=line,
+            frame_bytes_max=self._frame_bytes_max,
+        )
+        return self.nodes[name]
+
+    def kill(self, name: str) -> None:
+        """The node's process dies: its tasks end and its connections break."""
+        task = asyncio.get_running_loop().create_task(self.nodes[name].stop())
+        self._closing.add(task)
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Open all servers, run until `main` ends (its result) or a task fails (TaskFailed), close everything."""
+
+        async def body() -> T:
+            try:
+                for name, node in self.nodes.items():
+                    self.book[name] = await node.start()
+                return await self._supervisor.run(main)
+            finally:
+                main.close()
+                await asyncio.gather(*self._closing, *(node.stop() for node in self.nodes.values()))
+
+        return asyncio.run(body())
+
+
+async def run_node(world: HttpWorld, main: Coroutine[Any, Any, T], supervisor: Supervisor) -> T:
+    """Run one started node's `main` until it ends or a task fails, then close the node."""
+    try:
+        return await supervisor.run(main)
+    finally:
+        await world.stop()
