@@ -1,0 +1,156 @@
+"""SimPy with the three things this simulator needs of its clock and order.
+
+1. Time is an integer of nanoseconds. Ten waits of 0.1 s end at 1.0 s, exactly.
+2. Equal times are ordered by (time, priority, node, sequence), and only then by who came first: a run does not depend
+   on the order in which nodes were created. `node` is the node on whose behalf an event happens.
+3. A coroutine runs as it is: `Task` drives it, hands exceptions on as they are (SimPy's own process copies them from
+   their arguments), and says in a sentence when a coroutine awaits something that is not of this world.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Coroutine, Generator
+from heapq import heappop, heappush
+from typing import Any, cast
+
+import simpy
+from simpy.core import EmptySchedule
+from simpy.events import NORMAL, URGENT, Event
+
+SECOND_NS = 1_000_000_000
+LATE = 2
+"""Priority of what must see everything else of the same instant: observers, and the solving of a batch of changes."""
+
+NODE_SHIFT = 44
+"""An event's order key is (node << NODE_SHIFT) + sequence."""
+
+
+def to_ns(duration_s: float) -> int:
+    """Whole nanoseconds, rounded up, so that nothing ends before its time."""
+    exact = duration_s * SECOND_NS
+    whole = int(exact)
+    # a float such as 0.1 is not exactly a tenth: what lies within half a picosecond above a whole number is that number
+    return whole if exact - whole < 5e-4 else whole + 1
+
+
+class Kernel(simpy.Environment):
+    """A SimPy environment with integer nanoseconds and the documented order of equal times."""
+
+    def __init__(self) -> None:
+        super().__init__(initial_time=0)
+        self.node = 0
+        self.events_handled = 0
+
+    def schedule(self, event: Event, priority: int = NORMAL, delay: int = 0) -> None:  # type: ignore[override]
+        self.schedule_for(self.node, event, priority, delay)
+
+    def schedule_for(self, node: int, event: Event, priority: int = NORMAL, delay: int = 0) -> None:
+        """Schedule on behalf of `node`, `delay` nanoseconds from now."""
+        if delay.__class__ is not int or delay < 0:
+            raise TypeError(f"a delay is an integer of nanoseconds, 0 or more; {delay!r} was given")
+        heappush(self._queue, (self._now + delay, priority, (node << NODE_SHIFT) + next(self._eid), event))  # type: ignore[arg-type,misc]
+
+    def at(self, node: int, time_ns: int, callback: Callable[[Event], None], priority: int = NORMAL) -> Event:
+        """Run `callback` at `time_ns` on behalf of `node`. Setting the event's `callbacks` to [] calls it off."""
+        event = Event(self)
+        event._ok, event._value = True, None
+        event.callbacks.append(callback)
+        self.schedule_for(node, event, priority, time_ns - cast(int, self._now))
+        return event
+
+    def step(self) -> None:
+        if not self._queue:
+            raise EmptySchedule
+        self._now, _, key, event = heappop(self._queue)
+        self.node = key >> NODE_SHIFT
+        self.events_handled += 1
+        callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
+        for callback in callbacks:
+            callback(event)
+        if not event._ok and not hasattr(event, "_defused"):
+            raise cast(BaseException, event._value)
+
+    def run_through(self, until_ns: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Handle every event up to *and at* `until_ns`, or until `stop()`; the clock then stands at `until_ns` unless
+        stopped or out of events (SimPy's own `run(until=t)` leaves the events at `t` unhandled)."""
+        queue = self._queue
+        while queue and queue[0][0] <= until_ns:
+            if stop():
+                return
+            self.step()
+        if not stop() and queue:
+            self._now = until_ns
+
+
+@types.coroutine
+def wait(event: Event) -> Generator[Event, Any, Any]:
+    """Await a kernel event inside a coroutine."""
+    return (yield event)
+
+
+class Task:
+    """Drives one coroutine of one node; `on_end(ok, value)` is called, in the same instant, when it ends."""
+
+    __slots__ = ("_coroutine", "_kernel", "_on_end", "awaited", "label", "node")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        node: int,
+        coroutine: Coroutine[Any, Any, Any],
+        on_end: Callable[[Task, bool, Any], None],
+        label: str,
+    ) -> None:
+        self._kernel, self.node, self._on_end = kernel, node, on_end
+        self._coroutine: Coroutine[Any, Any, Any] | None = coroutine
+        self.label = label
+        self.awaited: Event | None = None
+
+    def start_soon(self) -> None:
+        """Begin in this instant, but not inside the caller."""
+        self._kernel.at(self.node, cast(int, self._kernel._now), self.resume, URGENT)
+
+    def resume(self, event: Event) -> None:
+        """Go on with the coroutine until it waits again. Also begins it (with any succeeded event)."""
+        coroutine = self._coroutine
+        if coroutine is None:  # killed before it began
+            return
+        while True:
+            try:
+                if event._ok:
+                    awaited = coroutine.send(event._value if self.awaited is not None else None)
+                else:
+                    event._defused = True  # type: ignore[attr-defined]
+                    awaited = coroutine.throw(cast(BaseException, event._value))
+            except StopIteration as stop:
+                self.awaited = None
+                self._on_end(self, True, stop.value)
+                return
+            except Exception as error:
+                self.awaited = None
+                self._on_end(self, False, error)
+                return
+            if not isinstance(awaited, Event):
+                event = Event(self._kernel)
+                event._ok = False
+                event._value = TypeError(
+                    f"task {self.label!r} awaited {type(awaited).__name__}, which is not of this world: inside the "
+                    "simulator only the World's own calls can be awaited (no asyncio, no threads)"
+                )
+                self.awaited = event
+                continue
+            self.awaited = awaited
+            if awaited.callbacks is not None:
+                awaited.callbacks.append(self.resume)
+                return
+            event = awaited  # it has happened already
+
+    def kill(self) -> None:
+        """End the coroutine where it stands; its `finally` blocks run, its `on_end` does not."""
+        awaited, self.awaited = self.awaited, None
+        if awaited is not None and awaited.callbacks is not None and self.resume in awaited.callbacks:
+            awaited.callbacks.remove(self.resume)
+        if self._coroutine is not None:
+            self._coroutine.close()
+            self._coroutine = None

@@ -1,0 +1,353 @@
+"""The port in virtual time: the same components, thousands of nodes, one process.
+
+`SimFabric` holds the nodes, the kernel and the network; `SimWorld` is one node's view. A message is never encoded here;
+it is charged for its exact encoded size, over the same links as everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+from simpy.events import Event
+
+from refimpl.messages import BadMessage, Message, size_bytes
+from refimpl.work import Work
+from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
+from sim.kernel import SECOND_NS, Kernel, Task, to_ns, wait
+
+T = TypeVar("T")
+
+
+class Carrier(Protocol):
+    """What the fabric asks of a network."""
+
+    def send(self, source: int, target: int, size_bytes: int, arrived: Callable[[], None]) -> None:
+        """Carry a message; call `arrived` when its last byte has come."""
+        ...
+
+    def unreachable(self, source: int, target: int) -> str | None:
+        """A sentence when nothing can go from `source` to `target`, else None."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where the fabric's events go."""
+
+    def event(self, time_ns: int, kind: str, node: str, **fields: Any) -> None: ...
+
+
+Pricer = Callable[[Work], float]
+"""Seconds that a node's device takes for a piece of work."""
+
+
+class SimSignal:
+    """`refimpl.world.Signal` in virtual time."""
+
+    __slots__ = ("_set", "_waiting", "_world")
+
+    def __init__(self, world: SimWorld) -> None:
+        self._world = world
+        self._set = False
+        self._waiting: list[Event] = []
+
+    def set(self) -> None:
+        self._set = True
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            if not event.triggered:
+                event.succeed()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        if self._set:
+            return True
+        kernel, node = self._world.fabric.kernel, self._world.index
+        event = Event(kernel)
+        self._waiting.append(event)
+        if timeout_s is None:
+            await wait(event)
+            return True
+
+        def late(_: Event) -> None:
+            if not event.triggered:
+                event.succeed()
+
+        timer = kernel.at(node, cast(int, kernel.now) + to_ns(timeout_s), late)
+        await wait(event)
+        if timer.callbacks is not None:
+            timer.callbacks.clear()
+        if event in self._waiting:
+            self._waiting.remove(event)
+        return self._set
+
+
+class SimWorld:
+    """One node of a `SimFabric`. See `refimpl.world.World` for what each method promises."""
+
+    def __init__(self, fabric: SimFabric, index: int, name: str, price: Pricer) -> None:
+        self.fabric, self.index, self.name = fabric, index, name
+        self._rng: np.random.Generator | None = None
+        self.price = price
+        self.alive = True
+        self.hung = False  # alive, and answers nothing
+        self.slowness = 1.0  # a fault may make the device this many times slower
+        self.handlers: dict[type[Message], Handler] = {}
+        self.tasks: set[Task] = set()
+        self.calls: dict[Event, tuple[str, str, int]] = {}  # open calls: target, message, since when
+        self._device_free_ns = 0
+
+    @property
+    def rng(self) -> np.random.Generator:
+        if self._rng is None:
+            self._rng = derive_rng(self.fabric.run_seed, "node", self.name)
+        return self._rng
+
+    def now(self) -> float:
+        return cast(int, self.fabric.kernel._now) / SECOND_NS
+
+    async def sleep(self, duration_s: float) -> None:
+        if duration_s < 0:
+            raise ValueError(f"node {self.name!r} was to sleep for {duration_s} s; 0 or more was expected")
+        await self._sleep_ns(to_ns(duration_s))
+
+    async def _sleep_ns(self, duration_ns: int) -> None:
+        kernel = self.fabric.kernel
+        event = Event(kernel)
+        event._ok, event._value = True, None
+        kernel.schedule_for(self.index, event, delay=duration_ns)
+        await wait(event)
+
+    async def call(self, target: str, message: Message, timeout_s: float) -> Any:
+        fabric = self.fabric
+        kernel = fabric.kernel
+        callee = fabric.nodes.get(target)
+        if callee is None:
+            raise Unreachable(f"there is no node {target!r}")
+        try:
+            size = size_bytes(message)
+        except KeyError as error:
+            raise Refused(f"{type(message).__name__} is not a wire message") from error
+        if (sentence := fabric.carrier.unreachable(self.index, callee.index)) is not None:
+            raise Unreachable(sentence)
+        reply = Event(kernel)
+        kind = type(message).__name__
+        now_ns = cast(int, kernel._now)
+        self.calls[reply] = (target, kind, now_ns)
+
+        def late(_: Event) -> None:
+            if not reply.triggered:
+                reply.fail(Timeout(f"{target!r} did not answer {kind} within {timeout_s:g} s"))
+
+        timer = kernel.at(self.index, now_ns + to_ns(timeout_s), late)
+        fabric.carrier.send(self.index, callee.index, size, lambda: callee.receive(self, message, reply))
+        try:
+            return await wait(reply)
+        finally:
+            self.calls.pop(reply, None)
+            if timer.callbacks is not None:
+                timer.callbacks.clear()
+
+    def receive(self, source: SimWorld, message: Message, reply: Event) -> None:
+        """A call has arrived at this node."""
+        if not self.alive:
+            return self._send_back(source, reply, Unreachable(f"node {self.name!r} is down"))
+        if self.hung:
+            return None
+        handler = self.handlers.get(type(message))
+        if handler is None:
+            refusal = Refused(f"node {self.name!r} serves no {type(message).__name__}")
+            return self._send_back(source, reply, refusal)
+        self.fabric.serving.setdefault(self.index, {})[reply] = source
+
+        def ended(task: Task, ok: bool, value: Any) -> None:
+            self.tasks.discard(task)
+            self.fabric.serving[self.index].pop(reply, None)
+            if ok and not isinstance(value, Message):
+                ok, value = False, TypeError(f"the handler returned {type(value).__name__}, a message was expected")
+            if not ok and not isinstance(value, Refused | BadMessage):
+                self.fabric.report(TaskFailure(self.name, task.label, value))
+                value = Refused(f"node {self.name!r} failed inside its {task.label}")
+            self._send_back(source, reply, value)
+
+        task = Task(
+            self.fabric.kernel,
+            self.index,
+            cast("Coroutine[Any, Any, Any]", handler(source.name, message)),
+            ended,
+            f"handler of {type(message).__name__}",
+        )
+        self.tasks.add(task)
+        started = Event(self.fabric.kernel)
+        started._ok, started._value = True, None
+        task.resume(started)
+        return None
+
+    def _send_back(self, source: SimWorld, reply: Event, outcome: Message | BaseException) -> None:
+        if isinstance(outcome, BadMessage):
+            outcome = Refused(str(outcome))
+        size = size_bytes(outcome) if isinstance(outcome, Message) else 64
+
+        def arrived() -> None:
+            if reply.triggered:
+                return
+            if isinstance(outcome, Message):
+                reply.succeed(outcome)
+            else:
+                reply.fail(cast(Exception, outcome))
+
+        if self.fabric.carrier.unreachable(self.index, source.index) is None:
+            self.fabric.carrier.send(self.index, source.index, size, arrived)
+
+    def serve(self, handlers: Mapping[type[Message], Handler]) -> None:
+        self.handlers.update(handlers)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str = "") -> None:
+        def ended(task: Task, ok: bool, value: Any) -> None:
+            self.tasks.discard(task)
+            if not ok:
+                self.fabric.report(TaskFailure(self.name, task.label, value))
+
+        self._start(coroutine, ended, name or coroutine.__qualname__)
+
+    def _start(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[Task, bool, Any], None], label: str) -> None:
+        task = Task(self.fabric.kernel, self.index, coroutine, ended, label)
+        self.tasks.add(task)
+        task.start_soon()
+
+    async def gather(self, *coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
+        if not coroutines:
+            return []
+        outcomes: list[tuple[bool, Any]] = [(False, None)] * len(coroutines)
+        left = len(coroutines)
+        all_ended = Event(self.fabric.kernel)
+
+        def ended_at(place: int) -> Callable[[Task, bool, Any], None]:
+            def ended(task: Task, ok: bool, value: Any) -> None:
+                nonlocal left
+                self.tasks.discard(task)
+                outcomes[place] = (ok, value)
+                left -= 1
+                if left == 0:
+                    all_ended.succeed()
+
+            return ended
+
+        for place, coroutine in enumerate(coroutines):
+            self._start(coroutine, ended_at(place), coroutine.__qualname__)
+        await wait(all_ended)
+        for ok, value in outcomes:
+            if not ok:
+                raise value
+        return [value for _, value in outcomes]
+
+    def signal(self) -> SimSignal:
+        return SimSignal(self)
+
+    async def compute(self, work: Work, fn: Callable[[], T]) -> T:
+        """`fn` runs at once; its result is there when the device would have had it, after what was asked before."""
+        now_ns = cast(int, self.fabric.kernel._now)
+        start_ns = max(now_ns, self._device_free_ns)
+        duration_s = self.price(work) * self.slowness
+        self._device_free_ns = start_ns + to_ns(duration_s)
+        self.fabric.record(
+            "compute", self.name, work=type(work).__name__, start_ns=start_ns, end_ns=self._device_free_ns
+        )
+        try:
+            result: T = fn()
+        except Exception:
+            await self._sleep_ns(self._device_free_ns - now_ns)
+            raise
+        await self._sleep_ns(self._device_free_ns - now_ns)
+        return result
+
+
+class SimFabric:
+    """All nodes of one simulated run."""
+
+    def __init__(
+        self, *, run_seed: int, carrier: Callable[[Kernel], Carrier], recorder: Recorder | None = None
+    ) -> None:
+        self.run_seed = run_seed
+        self.kernel = Kernel()
+        self.carrier = carrier(self.kernel)
+        self.recorder = recorder
+        self.nodes: dict[str, SimWorld] = {}
+        self.by_index: list[SimWorld] = []
+        self.failures: list[TaskFailure] = []
+        self.serving: dict[int, dict[Event, SimWorld]] = {}  # callee -> open calls and their callers
+
+    def record(self, kind: str, node: str, **fields: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.event(cast(int, self.kernel._now), kind, node, **fields)
+
+    def report(self, failure: TaskFailure) -> None:
+        """A task failed and nobody is left to hear it: the run ends with its name."""
+        self.failures.append(failure)
+
+    def node(self, name: str, price: Pricer = lambda work: 0.0, *, index: int | None = None) -> SimWorld:
+        """A new node, or a killed one back again with nothing of its past (same place in the network)."""
+        old = self.nodes.get(name)
+        if old is not None:
+            if old.alive:
+                raise ValueError(f"there is a node {name!r} already")
+            world = SimWorld(self, old.index, name, price)
+            self.by_index[old.index] = world
+        else:
+            world = SimWorld(self, len(self.by_index), name, price)
+            self.by_index.append(world)
+        self.nodes[name] = world
+        return world
+
+    def kill(self, name: str) -> None:
+        """The node's process dies: its tasks end, calls to it fail with Unreachable, what it held is released."""
+        node = self.nodes[name]
+        node.alive = False
+        for task in list(node.tasks):
+            task.kill()
+        node.tasks.clear()
+        for reply in list(node.calls):
+            node.calls.pop(reply, None)
+        for reply, source in self.serving.pop(node.index, {}).items():
+            node._send_back(source, reply, Unreachable(f"node {name!r} was lost in mid-call"))
+
+    def run(self, main: Coroutine[Any, Any, T], *, node: str | None = None, until_s: float = float("inf")) -> T:
+        """Run until `main` ends (its result), a task fails (TaskFailed), or virtual time passes `until_s`.
+
+        Raises `Stuck`, saying who waits for whom, when nothing can happen any more and `main` has not ended.
+        """
+        outcome: list[tuple[bool, Any]] = []
+        index = self.nodes[node].index if node is not None else 0
+        task = Task(self.kernel, index, main, lambda _, ok, value: outcome.append((ok, value)), "main")
+        task.start_soon()
+        until_ns = (1 << 62) if until_s == float("inf") else to_ns(until_s)
+        self.kernel.run_through(until_ns, lambda: bool(outcome or self.failures))
+        if self.failures:
+            raise TaskFailed(str(self.failures[0])) from self.failures[0].error
+        if not outcome:
+            raise Stuck(self.who_waits())
+        ok, value = outcome[0]
+        if not ok:
+            raise value
+        return cast(T, value)
+
+    def who_waits(self) -> str:
+        """A sentence per open call: who waits for whom, for what, since when."""
+        now_ns = cast(int, self.kernel._now)
+        lines = [
+            f"{world.name} has waited {(now_ns - since_ns) / SECOND_NS:.3f} s for {target} to answer {kind}"
+            for world in self.by_index
+            for target, kind, since_ns in world.calls.values()
+        ]
+        head = f"at {now_ns / SECOND_NS:.3f} s nothing can happen any more and the run has not ended"
+        return head + ("".join(f"\n  {line}" for line in lines) or "; no call is open: a signal was never set")
+
+
+class Stuck(Exception):
+    """A run that cannot go on. Takes exactly one argument: who waits for whom."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
