@@ -1,0 +1,273 @@
+"""Why: virtual time is only worth what its prices are worth. This file turns work into seconds on a named device.
+
+A pass over a model is priced as a roofline, part by part (the parts follow one another on the device):
+
+    matrix products   max( 2·P·tokens / (peak · prefill),  weight bytes / (bandwidth · decode) )
+    attention         max( attention FLOP / (peak · attention),  KV bytes / (bandwidth · attention) )
+    overhead          once a call, once a step, once a token
+
+`prefill`, `decode`, ... are fitted shares of the sheet's peak figures (`python -m sim.hardware --calibrate` fits them
+for this machine). A measured profile replaces the roofline where it has measurements. Memory is a hard limit: work
+that does not fit raises `OutOfMemory`, it is never priced.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from refimpl.work import Backward, Forward, Hash, ModelSize, Prove, Seconds, Several, Verify, Work
+from sim import roofline
+from sim.catalogue import CATALOGUE_PATH, DeviceEntry, Rent, load_catalogue
+
+GB = 1e9  # everywhere; what is binary is called GiB
+
+PRICES_KEPT = 200_000  # works whose price a device remembers
+
+
+class OutOfMemory(Exception):
+    """Work that does not fit its device. Takes exactly one argument: the sentence."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """How far a device reaches its peaks, and what it pays beside: the fitted part of the model."""
+
+    prefill: float  # share of peak FLOP/s in matrix products
+    decode: float  # share of bandwidth when reading weights
+    attention: float  # share of peak FLOP/s and of bandwidth in attention
+    backward: float  # share of peak FLOP/s in training
+    proof: float  # share of bandwidth when looking for the largest activations
+    verification: float  # the same, when checking
+    prove_terms_per_s: float  # field operations interpolating
+    verify_terms_per_s: float  # field operations evaluating
+    hash_bytes_per_s: float
+    overhead_call_s: float
+    overhead_step_s: float
+    overhead_token_s: float
+    memory_fraction: float  # share of the memory that may be filled
+    parallel_efficiency: float  # of N together against N alone
+
+
+class Device:
+    """One device (or N as one) with its figures; `price(work)` says how long it takes. Shared between nodes."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        kind: str,
+        memory_bytes: float,
+        bandwidth_bytes_per_s: float,
+        peak_flop_per_s: float,
+        rates: Rates,
+        count: int = 1,
+        rent: tuple[Rent, ...] = (),
+        entry: DeviceEntry | None = None,
+    ) -> None:
+        assert memory_bytes > 0 and bandwidth_bytes_per_s > 0 and peak_flop_per_s > 0 and count >= 1
+        self.name = name
+        self.kind = kind
+        self.count = count
+        self.memory_bytes = memory_bytes
+        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self.peak_flop_per_s = peak_flop_per_s
+        self.rates = rates
+        self.rent = rent
+        self.entry = entry
+        self._prices: dict[Work, float] = {}
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r})"
+
+    def price(self, work: Work) -> float:
+        """Seconds that `work` takes here. Raises OutOfMemory when it does not fit, ValueError for impossible sizes."""
+        seconds = self._prices.get(work)
+        if seconds is None:
+            seconds = self._price(work)
+            if len(self._prices) >= PRICES_KEPT:
+                self._prices.clear()
+            self._prices[work] = seconds
+        return seconds
+
+    def _price(self, work: Work) -> float:
+        match work:
+            case Forward():
+                return self._price_forward(work)
+            case Backward():
+                return self._price_backward(work)
+            case Prove():
+                return self._price_proof(work, self.rates.proof, self.rates.prove_terms_per_s)
+            case Verify():
+                return self._price_proof(work, self.rates.verification, self.rates.verify_terms_per_s)
+            case Hash():
+                _require(work.size_bytes >= 0, work, "size_bytes of at least 0")
+                return self.rates.overhead_call_s + work.size_bytes / self.rates.hash_bytes_per_s
+            case Seconds():
+                _require(work.duration_s >= 0, work, "duration_s of at least 0")
+                return work.duration_s
+            case Several():
+                return sum(self.price(part) for part in work.parts)
+        raise TypeError(f"{work!r} is no work; expected one of {Work}")
+
+    def _price_forward(self, work: Forward) -> float:
+        _require(work.batch >= 1 and work.new_tokens >= 1, work, "batch and new_tokens of at least 1")
+        _require(work.past_tokens >= 0 and work.steps >= 1, work, "past_tokens of at least 0, steps of at least 1")
+        end = work.past_tokens + work.steps * work.new_tokens
+        self.require_memory(
+            roofline.forward_memory(work.model, work.batch, end, work.new_tokens),
+            f"{work.batch} sequence(s) of {end} tokens through {work.model.name}",
+        )
+        return self.rates.overhead_call_s + self.passes_s(work)
+
+    def passes_s(self, work: Forward) -> float:
+        """The roofline of all steps, without the overhead of the call."""
+        cost, rates = roofline.forward_cost(work), self.rates
+        flop_s, byte_s = self.peak_flop_per_s, self.bandwidth_bytes_per_s
+        matmul_s = max(cost.matmul_flop / (flop_s * rates.prefill), cost.weight_bytes / (byte_s * rates.decode))
+        attention_s = roofline.sum_of_larger(
+            cost.attention_flop / (flop_s * rates.attention),
+            cost.attention_flop_growth / (flop_s * rates.attention),
+            cost.kv_bytes / (byte_s * rates.attention),
+            cost.kv_bytes_growth / (byte_s * rates.attention),
+            cost.steps,
+        )
+        overhead_s = rates.overhead_step_s + rates.overhead_token_s * cost.tokens
+        return cost.steps * (matmul_s + overhead_s) + attention_s
+
+    def _price_backward(self, work: Backward) -> float:
+        _require(work.tokens >= 1 and work.sequence_tokens >= 1, work, "tokens and sequence_tokens of at least 1")
+        _require(work.optimizer_steps >= 0, work, "optimizer_steps of at least 0")
+        self.require_memory(roofline.backward_memory(work), f"training {work.model.name} on {work.tokens} tokens")
+        passes_s = roofline.training_flop(work) / (self.peak_flop_per_s * self.rates.backward)
+        update_s = roofline.optimizer_bytes(work) / (self.bandwidth_bytes_per_s * self.rates.decode)
+        return self.rates.overhead_call_s + passes_s + update_s
+
+    def _price_proof(self, work: Prove | Verify, share: float, terms_per_s: float) -> float:
+        _require(work.tokens >= 0 and work.chunk_tokens >= 1, work, "tokens of at least 0, chunk_tokens of at least 1")
+        scan_s = roofline.proof_scan_bytes(work) / (self.bandwidth_bytes_per_s * share)
+        return self.rates.overhead_call_s + scan_s + roofline.proof_terms(work) / terms_per_s
+
+    # ---- memory
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.memory_bytes * self.rates.memory_fraction
+
+    def require_memory(self, need: roofline.MemoryNeed, what: str) -> None:
+        """Raise OutOfMemory, saying what was asked and what the device has, unless `need` fits."""
+        if need.total <= self.usable_bytes:
+            return
+        parts = {
+            "weights": need.weights,
+            "KV cache": need.kv_cache,
+            "optimizer": need.optimizer,
+            "activations": need.activations,
+        }
+        listed = ", ".join(f"{label} {size / GB:.2f}" for label, size in parts.items() if size)
+        raise OutOfMemory(
+            f"{what} needs {need.total / GB:.2f} GB ({listed}); {self.name} has {self.memory_bytes / GB:.2f} GB, of "
+            f"which {self.rates.memory_fraction:.0%} may be filled: {self.usable_bytes / GB:.2f} GB"
+        )
+
+    def fits(self, model: ModelSize, batch: int, tokens: int) -> bool:
+        """Whether the model and the cache of `batch` sequences of `tokens` tokens fit together."""
+        return roofline.forward_memory(model, batch, tokens).total <= self.usable_bytes
+
+    def batch_max(self, model: ModelSize, tokens: int) -> int:
+        """The most sequences of `tokens` tokens each that fit beside the weights; 0: not even the weights do."""
+        empty = roofline.forward_memory(model, 0, tokens).total
+        each = roofline.forward_memory(model, 1, tokens).total - empty
+        return max(0, int((self.usable_bytes - empty) // each))
+
+    # ---- variants
+
+    def times(self, count: int) -> Device:
+        """`count` of these as one: memory adds up, speed by `parallel_efficiency`; the host's own work stays."""
+        if count < 1:
+            raise ValueError(f"count is {count}; expected at least 1 device")
+        speed = count * (self.rates.parallel_efficiency if count > 1 else 1.0)
+        return Device(
+            name=f"{count}x {self.name}" if count > 1 else self.name,
+            kind=self.kind,
+            memory_bytes=count * self.memory_bytes,
+            bandwidth_bytes_per_s=speed * self.bandwidth_bytes_per_s,
+            peak_flop_per_s=speed * self.peak_flop_per_s,
+            rates=self.rates,
+            count=count,
+            rent=self.rent,
+            entry=self.entry,
+        )
+
+    def with_rates(self, **rates: float) -> Device:
+        """The same device with some rates replaced: what a calibration or a scenario's override does."""
+        return Device(
+            name=self.name,
+            kind=self.kind,
+            memory_bytes=self.memory_bytes,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            peak_flop_per_s=self.peak_flop_per_s,
+            rates=replace(self.rates, **rates),
+            count=self.count,
+            rent=self.rent,
+            entry=self.entry,
+        )
+
+
+def _require(holds: bool, work: Work, expectation: str) -> None:
+    if not holds:
+        raise ValueError(f"{work!r} cannot be priced; expected {expectation}")
+
+
+def device_from_entry(entry: DeviceEntry, rates: Mapping[str, float]) -> Device:
+    return Device(
+        name=entry.name,
+        kind=entry.kind,
+        memory_bytes=entry.memory_gb.value * GB,
+        bandwidth_bytes_per_s=entry.memory_bandwidth_gb_s.value * GB,
+        peak_flop_per_s=entry.bf16_tflop_s.value * 1e12,
+        rates=Rates(**rates),
+        rent=entry.rent,
+        entry=entry,
+    )
+
+
+@lru_cache(maxsize=1024)
+def find_device(name: str, catalogue: Path = CATALOGUE_PATH) -> Device:
+    """The device a scenario names: "RTX 4090", an alias in any spelling, or several as one, "8x H100 SXM".
+
+    Equal names give the one shared object. Raises UnknownDevice listing the nearest and all known names.
+    """
+    several = re.fullmatch(r"\s*(\d+)\s*[x×]\s*(.+?)\s*", name)
+    if several:
+        return find_device(several[2], catalogue).times(int(several[1]))
+    figures = load_catalogue(catalogue)
+    entry = figures.find(name)
+    return device_from_entry(entry, figures.rate_values(entry))
+
+
+def known_devices(catalogue: Path = CATALOGUE_PATH) -> list[str]:
+    return [entry.name for entry in load_catalogue(catalogue).device]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the catalogue as a table."""
+    print(f"{'device':32} {'GB':>6} {'GB/s':>6} {'TFLOP/s':>8}  least trusted figure")
+    order = ["high", "measured", "medium", "low", "unverified", "assumption"]
+    for entry in load_catalogue().device:
+        figures = (entry.memory_gb, entry.memory_bandwidth_gb_s, entry.bf16_tflop_s)
+        worst = max(figures, key=lambda figure: order.index(figure.confidence))
+        values = f"{figures[0].value:6g} {figures[1].value:6g} {figures[2].value:8g}"
+        print(f"{entry.name:32} {values}  {worst.confidence}: {worst.source}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
