@@ -1,0 +1,230 @@
+"""Checking TOPLOC proofs: does what the worker committed to agree with the verifier's own replay?
+
+The verifier's activations come from one prefill over prompt and answer, which costs a fraction of generating it. Per chunk
+it takes its own K largest numbers, evaluates the proof's polynomial at their places and compares. Honest noise (another
+kernel, batch shape, device) moves a few numbers by a few units in the last place; another model, prompt or precision
+moves most of them far. A place that the prover did not bind evaluates to garbage, and counts as a mismatch.
+
+Two modes, one code path; `RULES` lists every difference. *published*: the scores of toploc 0.1.6 on its tensor path.
+*strict* (the default) closes its holes: 1) the number of proofs must be the number of chunks; 2) the encoding must be the
+canonical one; 3) signs count; 4) the distance of two numbers is the number of bf16 values between them, and a mismatch is
+128 or more (a factor of two) or another sign: within one power of two that *is* the published mantissa difference, and one
+unit in the last place across a power of two is an error of 1 instead of a mismatch; 5) an own replay that is not finite is
+its own verdict, about nobody's honesty; 6) bounds on mismatches are for 128 values and scale with the values compared, so
+that a short chunk or a smaller K is not accepted because it has fewer than the bound. In both modes a bad proof is a
+rejection with a reason: nothing that a worker sends raises.
+
+What stays unseen: everything outside the top K, and how tokens were chosen (`proof.py`).
+
+Shape legend: T tokens, D hidden size, G chunks, K numbers per proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numba import njit
+
+from refimpl.toploc.field import evaluate
+from refimpl.toploc.proof import CHUNK_TOKENS, SELECTIONS, TOP_K, BadProof, Mode, chunk_bits, decode_all
+
+NOTHING_MATCHES = 2.0**64  # mean and median where no value matches, as in the published package
+VALUES_OF_BOUND = 128  # the number of values that the bounds on mismatches were set for
+
+REASONS = {
+    "accepted": "all chunks are within the thresholds",
+    "nothing_to_check": "an empty answer with no proofs",
+    "wrong_count": "not one proof per chunk",
+    "malformed": "a proof that no builder can have written",
+    "mismatch": "too many values differ in sign or by a factor of two",
+    "drift": "the values that match are too far away on average",
+    "nonfinite_replay": "the verifier's own activations are not finite: no verdict on the worker",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the two modes do differently."""
+
+    one_proof_per_chunk: bool
+    whole_numbers: bool  # compare sign, exponent and mantissa as one ordered number; else exponent and mantissa apart
+    replay_finite: bool
+    scale_bounds: bool
+
+
+RULES: dict[str, Rules] = {
+    "strict": Rules(one_proof_per_chunk=True, whole_numbers=True, replay_finite=True, scale_bounds=True),
+    "published": Rules(one_proof_per_chunk=False, whole_numbers=False, replay_finite=False, scale_bounds=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Largest errors that still pass (equality passes), and the published validator's forgiveness.
+
+    `exponent_mismatches` is out of 128 values. Forgiveness: max(min_allowed_failures, ratio_allowed_failures * chunks)
+    chunks may exceed it, if what matches in them still meets the bounds on the mantissa.
+    """
+
+    exponent_mismatches: float
+    mantissa_mean: float
+    mantissa_median: float
+    min_allowed_failures: int = 0
+    ratio_allowed_failures: float = 0.0
+
+
+PRESETS: dict[str, Thresholds] = {
+    "paper": Thresholds(exponent_mismatches=38, mantissa_mean=10, mantissa_median=8),
+    "deployed": Thresholds(exponent_mismatches=60, mantissa_mean=40, mantissa_median=40),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkScore:
+    """How far one chunk's proof is from the replay. All are errors: larger is worse."""
+
+    exponent_mismatches: int
+    mantissa_mean: float  # over the values that match, in units in the last place, 0 to 127
+    mantissa_median: float  # the upper median
+    values: int  # compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """A verdict. `reason` is a code of `REASONS`, a colon, and a sentence; `chunks` is empty if nothing was compared."""
+
+    accepted: bool
+    reason: str
+    chunks: tuple[ChunkScore, ...] = ()
+
+    @property
+    def code(self) -> str:
+        return self.reason.partition(":")[0]
+
+    @property
+    def undecided(self) -> bool:
+        """The verifier's replay failed; the verdict says nothing about the worker."""
+        return self.code == "nonfinite_replay"
+
+
+def verify_proofs(
+    states: torch.Tensor,
+    proofs: Sequence[bytes],
+    *,
+    mode: Mode = "strict",
+    thresholds: Thresholds = PRESETS["paper"],  # noqa: B008 (frozen)
+    chunk_tokens: int = CHUNK_TOKENS,
+    top_k: int = TOP_K,
+    prefill: torch.Tensor | None = None,
+) -> Verification:
+    """Holds `proofs` against the verifier's own `states` (bf16 [T, D], any device) for the same tokens.
+
+    Never raises for what stands in `proofs`; raises `ValueError` if the caller's own `states` have another dtype or shape.
+    `prefill`: the prompt's own states, where the first proof binds the prompt (see `build_proofs`).
+    """
+    rules = RULES[mode]
+    bits, start_G = chunk_bits(states, chunk_tokens=chunk_tokens, top_k=top_k, prefill=prefill)
+    chunks = start_G.size - 1
+    if rules.one_proof_per_chunk and len(proofs) != chunks:
+        return _rejected("wrong_count", f"{len(proofs)} proofs for {chunks} chunks of up to {chunk_tokens} tokens")
+    compared = min(chunks, len(proofs))  # published: what has no partner is not looked at
+    if compared == 0:
+        return Verification(accepted=True, reason=f"nothing_to_check: {len(proofs)} proofs, {states.shape[0]} tokens")
+    try:
+        modulus_G, coefficient_GK = decode_all(list(proofs[:compared]), top_k=top_k, mode=mode)
+    except BadProof as error:
+        return _rejected("malformed", str(error))
+    start_G = start_G[: compared + 1]
+    index_GK, points_G, finite_G = SELECTIONS[mode](bits, start_G, top_k)
+    if rules.replay_finite and not finite_G.all():
+        chunk = int(np.flatnonzero(~finite_G)[0])
+        return _rejected("nonfinite_replay", f"the verifier's activations of chunk {chunk} are inf or NaN")
+    for g in np.flatnonzero(points_G < top_k):
+        if coefficient_GK[g, points_G[g] :].any():
+            return _rejected("malformed", f"proof {g} has degree {points_G[g]} or more for {points_G[g]} numbers")
+    scores = _scores(bits, start_G, index_GK, points_G, modulus_G, coefficient_GK, rules.whole_numbers)
+    chunk_scores = tuple(
+        ChunkScore(exponent_mismatches=int(m), mantissa_mean=float(mean), mantissa_median=float(median), values=int(n))
+        for m, mean, median, n in zip(*scores, points_G, strict=True)
+    )
+    return judge(chunk_scores, thresholds, scale_bounds=rules.scale_bounds)
+
+
+def judge(chunks: Sequence[ChunkScore], thresholds: Thresholds, *, scale_bounds: bool = True) -> Verification:
+    """The verdict over a sequence's chunks; the first chunk that fails names the reason."""
+    allowance = max(thresholds.min_allowed_failures, thresholds.ratio_allowed_failures * len(chunks))
+    for g, score in enumerate(chunks):
+        scale = score.values / VALUES_OF_BOUND if scale_bounds else 1.0
+        bound = thresholds.exponent_mismatches * scale
+        if score.exponent_mismatches > bound:
+            allowance -= 1
+            if allowance < 0:
+                sentence = (
+                    f"chunk {g}: {score.exponent_mismatches} of {score.values} values differ, at most {bound:g} may"
+                )
+                return Verification(accepted=False, reason=f"mismatch: {sentence}", chunks=tuple(chunks))
+        mean, median = score.mantissa_mean, score.mantissa_median
+        if mean > thresholds.mantissa_mean or median > thresholds.mantissa_median:
+            sentence = (
+                f"chunk {g}: mean error {mean:.4g} and median {median:g}, "
+                f"at most {thresholds.mantissa_mean:g} and {thresholds.mantissa_median:g} may be"
+            )
+            return Verification(accepted=False, reason=f"drift: {sentence}", chunks=tuple(chunks))
+    return Verification(accepted=True, reason=f"accepted: {len(chunks)} chunks within bounds", chunks=tuple(chunks))
+
+
+def _rejected(code: str, sentence: str) -> Verification:
+    assert code in REASONS
+    return Verification(accepted=False, reason=f"{code}: {sentence}")
+
+
+@njit(cache=True, nogil=True)
+def _distance(u: int, v: int, whole_numbers: bool) -> int:
+    """How far two bf16 patterns are apart, in units in the last place; 128 stands for a mismatch."""
+    magnitude_u, magnitude_v = u & 0x7FFF, v & 0x7FFF
+    if whole_numbers:
+        if magnitude_u >= 0x7F80 or (u ^ v) & 0x8000 and magnitude_u > 0 and magnitude_v > 0:
+            return 128  # not a number, or another sign
+        return min(abs(magnitude_u - magnitude_v), 128)  # patterns of one sign are ordered as their numbers
+    if magnitude_u >> 7 != magnitude_v >> 7:
+        return 128  # another exponent
+    return abs((u & 0x7F) - (v & 0x7F))
+
+
+@njit(cache=True, nogil=True)
+def _scores(
+    bits: np.ndarray,
+    start_G: np.ndarray,
+    index_GK: np.ndarray,
+    points_G: np.ndarray,
+    modulus_G: np.ndarray,
+    coefficient_GK: np.ndarray,
+    whole_numbers: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(mismatches int64 [G], mean float64 [G], upper median float64 [G])."""
+    chunks = modulus_G.size
+    mismatches_G = np.zeros(chunks, np.int64)
+    mean_G = np.full(chunks, NOTHING_MATCHES)
+    median_G = np.full(chunks, NOTHING_MATCHES)
+    for g in range(chunks):
+        index_K = index_GK[g, : points_G[g]]
+        claimed_K = evaluate(coefficient_GK[g], (index_K % modulus_G[g]).astype(np.uint32))
+        count = np.zeros(129, np.int64)  # by distance
+        for j in range(index_K.size):
+            count[_distance(np.int64(claimed_K[j]), np.int64(bits[start_G[g] + index_K[j]]), whole_numbers)] += 1
+        mismatches_G[g] = count[128]
+        matches = index_K.size - count[128]
+        if matches == 0:
+            continue
+        total, seen, median = 0, 0, -1
+        for distance in range(128):
+            total += distance * count[distance]
+            seen += count[distance]
+            if median < 0 and seen > matches // 2:  # sorted[matches // 2]
+                median = distance
+        mean_G[g] = total / matches
+        median_G[g] = median
+    return mismatches_G, mean_G, median_G
