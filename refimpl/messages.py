@@ -405,7 +405,7 @@ class Assignment(Message):
 @wire
 @dataclass(frozen=True)
 class Submission(Message):
-    """Worker -> validator: one answer with its proofs. Content is what `submission_bytes` covers; its hash is the id."""
+    """Worker -> validator: one answer with its proofs. Its id is the SHA-256 of `submission_bytes`."""
 
     public_key: str
     step: int
@@ -416,7 +416,12 @@ class Submission(Message):
     tokens: np.ndarray  # int32 [n], the answer
     logprobs: np.ndarray  # float32 [n], of the sampled tokens
     proofs: tuple[bytes, ...]  # one per chunk of the answer
-    signature: bytes
+    signature: bytes = b""  # over `submission_bytes`
+
+
+def submission_bytes(submission: Submission) -> bytes:
+    """What the signature covers and the id is made of: the whole submission but for the signature."""
+    return encode(dataclasses.replace(submission, signature=b""))
 
 
 @wire
@@ -426,9 +431,10 @@ class Verdict(Message):
 
     submission_id: str
     accepted: bool
-    code: str  # one word from a fixed list, "ok" when accepted
+    code: str  # one word from the validator's list
     reason: str  # the sentence
-    duplicate: bool = False
+    decided: bool = True  # False: no verdict (the check itself failed); neither credited nor slashed
+    duplicate: bool = False  # the same content had been judged before; this is the verdict from then
 
 
 @wire

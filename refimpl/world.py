@@ -125,9 +125,10 @@ class World(Protocol):
         """A new signal, not set."""
         ...
 
-    async def compute(self, work: Work, fn: Callable[[], T]) -> T:
+    async def compute(self, work: Work | Callable[[T], Work], fn: Callable[[], T]) -> T:
         """Run `fn` on this node's device and return its result; takes the time that the world says. A device does one
-        piece of work at a time, in the order asked."""
+        piece of work at a time, in the order asked. `work` may be a function of the result, for work whose amount is
+        only known once it is done (how many tokens were generated)."""
         ...
 
 

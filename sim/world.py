@@ -247,21 +247,22 @@ class SimWorld:
     def signal(self) -> SimSignal:
         return SimSignal(self)
 
-    async def compute(self, work: Work, fn: Callable[[], T]) -> T:
+    async def compute(self, work: Work | Callable[[T], Work], fn: Callable[[], T]) -> T:
         """`fn` runs at once; its result is there when the device would have had it, after what was asked before."""
         now_ns = cast(int, self.fabric.kernel._now)
-        start_ns = max(now_ns, self._device_free_ns)
-        duration_s = self.price(work) * self.slowness
-        self._device_free_ns = start_ns + to_ns(duration_s)
-        self.fabric.record(
-            "compute", self.name, work=type(work).__name__, start_ns=start_ns, end_ns=self._device_free_ns
-        )
         try:
-            result: T = fn()
-        except Exception:
-            await self._sleep_ns(self._device_free_ns - now_ns)
-            raise
+            result, error = fn(), None
+        except Exception as raised:
+            if callable(work):
+                raise
+            result, error = cast(T, None), raised
+        done = cast(Work, work(result)) if callable(work) else work
+        start_ns = max(now_ns, self._device_free_ns)
+        self._device_free_ns = start_ns + to_ns(self.price(done) * self.slowness)
+        self.fabric.record("compute", self.name, work=type(done).__name__, start_ns=start_ns, end_ns=self._device_free_ns)
         await self._sleep_ns(self._device_free_ns - now_ns)
+        if error is not None:
+            raise error
         return result
 
 

@@ -181,7 +181,7 @@ class AsyncioNode:
             await asyncio.wait(tasks)
         return [task.result() for task in tasks]
 
-    async def compute(self, work: Work, fn: Callable[[], T]) -> T:
+    async def compute(self, work: Work | Callable[[T], Work], fn: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._device, fn)
 
     async def answer(self, source: str, message: Message) -> Message:

@@ -1,0 +1,134 @@
+"""The worker: asks for prompts, generates, submits, and waits for the verdicts before it asks again.
+
+Takes nothing; sends `Register` and `AskWork`, and one `Submission` per answer. It is the same code for the honest and
+for cheats: dishonesty is an engine (`refimpl/attacks`), handed in where an honest one would be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from refimpl.identity import Identity
+from refimpl.messages import Assignment, AskWork, Register, Submission, Verdict, submission_bytes
+from refimpl.testnet.journal import Journal, silent
+from refimpl.testnet.registry import REGISTRATION, registration_bytes
+from refimpl.work import Work
+from refimpl.world import CallError, Refused, Timeout, Unreachable, World
+
+SUBMISSION = "submission"  # signature domain
+
+
+class Answer(Protocol):
+    """What an engine returns per prompt."""
+
+    tokens: Any  # int32 [n]
+    logprobs: Any  # float32 [n]
+    proofs: tuple[bytes, ...]
+
+
+class Generator(Protocol):
+    """What a worker needs of its engine."""
+
+    def answer(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Any]:
+        """Completions of `prompts`, sampled with `seeds`, each with `tokens`, `logprobs` and `proofs`."""
+        ...
+
+    def work(self, prompts: Sequence[Sequence[int]], answers: Sequence[Any]) -> Work:
+        """What that cost."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Whom a worker talks to, and how patient it is."""
+
+    orchestrator: str  # node name
+    validator: str  # node name
+    ledger: str  # node name
+    checkpoint: str  # content hash of the weights it claims to use
+    stake: float = 1000.0
+    call_timeout_s: float = 60.0
+    verdict_timeout_s: float = 3600.0  # a verdict may queue behind many others
+    retries: int = 20  # of a call that found nobody
+    retry_wait_s: float = 0.5
+
+
+class Worker:
+    """One worker. `run()` ends when it has done all its assignments, was ejected, or `stop()` was called."""
+
+    def __init__(
+        self,
+        world: World,
+        config: WorkerConfig,
+        identity: Identity,
+        engine: Generator,
+        prompt_of: Callable[[int], Sequence[int]],
+        journal: Journal = silent,
+    ) -> None:
+        self.world, self.config, self.identity, self.engine = world, config, identity, engine
+        self.prompt_of, self.journal = prompt_of, journal
+        self.verdicts: list[Verdict] = []
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Stop after what is under way."""
+        self.stopped = True
+
+    async def run(self) -> None:
+        key, config = self.identity.public_key, self.config
+        signature = self.identity.sign(registration_bytes(key, config.stake), domain=REGISTRATION)
+        await self._persist(config.ledger, Register(key, config.stake, signature), config.call_timeout_s)
+        while not self.stopped:
+            try:
+                assignment = await self._persist(config.orchestrator, AskWork(key), config.call_timeout_s)
+            except Refused as refusal:
+                self.journal("dismissed", reason=refusal.reason)
+                return
+            if assignment.done:
+                return
+            await self._do(assignment)
+
+    async def _do(self, assignment: Assignment) -> None:
+        prompts = [self.prompt_of(int(problem)) for problem in assignment.problem_ids]
+        seeds = [assignment.sampling_seed + i for i in range(len(prompts))]
+        answers = await self.world.compute(
+            lambda done: self.engine.work(prompts, done), lambda: self.engine.answer(prompts, seeds)
+        )
+        tokens = sum(len(answer.tokens) for answer in answers)
+        self.journal("generated", counter=assignment.counter, answers=len(answers), tokens=tokens)
+        await self.world.gather(*(self._submit(assignment, i, answer) for i, answer in enumerate(answers)))
+
+    async def _submit(self, assignment: Assignment, index: int, answer: Any) -> None:
+        unsigned = Submission(
+            public_key=self.identity.public_key,
+            step=assignment.step,
+            counter=assignment.counter,
+            index=index,
+            problem_id=int(assignment.problem_ids[index]),
+            checkpoint=self.config.checkpoint,
+            tokens=answer.tokens,
+            logprobs=answer.logprobs,
+            proofs=tuple(answer.proofs),
+        )
+        signature = self.identity.sign(submission_bytes(unsigned), domain=SUBMISSION)
+        submission = dataclasses.replace(unsigned, signature=signature)
+        try:
+            verdict = await self._persist(self.config.validator, submission, self.config.verdict_timeout_s)
+        except CallError as error:
+            self.journal("unjudged", counter=assignment.counter, index=index, reason=error.reason)
+            return
+        self.verdicts.append(verdict)
+
+    async def _persist(self, target: str, message: Any, timeout_s: float) -> Any:
+        """Call until somebody answers: all that a worker says may be said twice."""
+        for attempt in range(self.config.retries):
+            try:
+                return await self.world.call(target, message, timeout_s)
+            except (Unreachable, Timeout):
+                if attempt == self.config.retries - 1:
+                    raise
+            await self.world.sleep(self.config.retry_wait_s * min(2**attempt, 64))
+        raise AssertionError("unreachable")

@@ -1,0 +1,239 @@
+"""The validator: replays each submission with the right model and says accept or reject, with a reason.
+
+Takes `Submission`, answers with `Verdict`, tells the ledger by `RecordVerdict`. Follows the INTELLECT-2 validator: cheap
+checks first, then one prefill over prompt and answer, then TOPLOC. A submission is judged once: the same content again
+gets the verdict from before. A check that breaks is no verdict, about nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from refimpl.identity import address_of, verify
+from refimpl.messages import Message, RecordVerdict, Submission, Verdict, submission_bytes
+from refimpl.toploc.check import PRESETS, Thresholds, Verification, verify_proofs
+from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, BadProof, Mode, Proof, chunk_count
+from refimpl.work import Work
+from refimpl.world import CallError, World
+
+CODES = {
+    "ok": "all checks passed",
+    "bad_signature": "not signed by the key that it names",
+    "wrong_checkpoint": "claims other weights than the ones in force",
+    "wrong_problem": "not the problem that the deterministic rule gives this worker",
+    "bad_tokens": "tokens outside the vocabulary, too many, or none",
+    "bad_logprobs": "log-probabilities that are missing, not finite or above zero",
+    "wrong_count": "not one proof per chunk",
+    "malformed": "a proof that no builder can have written",
+    "mismatch": "too many activations differ by a factor of two or in sign",
+    "drift": "activations differ more than honest noise allows",
+    "no_verdict": "the check itself failed",
+}
+"""Every word a verdict may carry."""
+
+
+class Replayer(Protocol):
+    """What a validator needs of its engine."""
+
+    def replay(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Any]:
+        """Per sequence an object whose `states` [n, hidden] are the activations that chose each answer token."""
+        ...
+
+    def replay_work(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Work:
+        """What that costs."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidatorConfig:
+    """What is accepted."""
+
+    ledger: str  # node name
+    checkpoint: str  # content hash of the weights in force
+    vocabulary: int
+    answer_tokens_max: int
+    mode: Mode = "strict"
+    thresholds: Thresholds = PRESETS["paper"]
+    chunk_tokens: int = CHUNK_TOKENS
+    top_k: int = TOP_K
+    batch: int = 8  # submissions replayed together
+    call_timeout_s: float = 60.0
+
+
+class Validator:
+    """`serve()`, then `run()` until `stop()`."""
+
+    def __init__(
+        self,
+        world: World,
+        config: ValidatorConfig,
+        engine: Replayer,
+        prompt_of: Callable[[int], Sequence[int]],
+        problem_of: Callable[[str, Submission], int],
+        journal: Any,
+    ) -> None:
+        """`problem_of(address, submission)` is the problem that the deterministic rule gives this submission."""
+        self.world, self.config, self.engine = world, config, engine
+        self.prompt_of, self.problem_of, self.journal = prompt_of, problem_of, journal
+        self.stopped = False
+        self._queue: list[tuple[str, Submission]] = []
+        self._arrived = world.signal()
+        self._verdicts: dict[str, Verdict] = {}
+        self._judged: dict[str, Any] = {}  # submission id -> signal set when judged
+
+    def serve(self) -> None:
+        self.world.serve({Submission: self.submit})
+
+    def stop(self) -> None:
+        self.stopped = True
+        self._arrived.set()
+
+    async def submit(self, source: str, submission: Submission) -> Message:
+        identifier = hashlib.sha256(submission_bytes(submission)).hexdigest()
+        if not verify(submission.public_key, submission_bytes(submission), submission.signature, domain="submission"):
+            # whoever sent this is not shown to be the one it names: nobody is to blame
+            return Verdict(identifier, False, "bad_signature", CODES["bad_signature"], decided=False)
+        duplicate = identifier in self._judged
+        if not duplicate:
+            self._judged[identifier] = self.world.signal()
+            self.journal("submitted", worker=source, submission=identifier, tokens=len(submission.tokens))
+            self._queue.append((identifier, submission))
+            self._arrived.set()
+        await self._judged[identifier].wait()
+        verdict = self._verdicts[identifier]
+        if duplicate:
+            verdict = Verdict(
+                identifier, verdict.accepted, verdict.code, verdict.reason, decided=verdict.decided, duplicate=True
+            )
+        return verdict
+
+    async def run(self) -> None:
+        while not self.stopped:
+            await self._arrived.wait()
+            self._arrived = self.world.signal()
+            while self._queue:
+                batch, self._queue = self._queue[: self.config.batch], self._queue[self.config.batch :]
+                await self._judge(batch)
+
+    # -------------------------------------------------------------------------------------------------- the checks
+    async def _judge(self, batch: list[tuple[str, Submission]]) -> None:
+        replayable: list[tuple[str, Submission]] = []
+        for identifier, submission in batch:
+            try:
+                code, reason = self._cheap_checks(submission)
+            except Exception as error:  # a broken check must not stop the validator, nor convict anybody
+                await self._say(identifier, submission, _no_verdict(identifier, error))
+                continue
+            if code == "ok":
+                replayable.append((identifier, submission))
+            else:
+                await self._say(identifier, submission, Verdict(identifier, False, code, reason))
+        if not replayable:
+            return
+        prompts = [self.prompt_of(submission.problem_id) for _, submission in replayable]
+        answers = [submission.tokens for _, submission in replayable]
+        outcomes = await self.world.compute(
+            self.engine.replay_work(prompts, answers), lambda: self._replay(replayable, prompts, answers)
+        )
+        for (identifier, submission), outcome in zip(replayable, outcomes, strict=True):
+            if isinstance(outcome, Exception):
+                await self._say(identifier, submission, _no_verdict(identifier, outcome))
+                continue
+            if outcome.undecided:
+                verdict = Verdict(identifier, False, "no_verdict", outcome.reason, decided=False)
+            else:
+                verdict = Verdict(identifier, outcome.accepted, _code(outcome), outcome.reason)
+            await self._say(identifier, submission, verdict, outcome)
+
+    def _cheap_checks(self, submission: Submission) -> tuple[str, str]:
+        """(code, sentence) from what needs no model, in a fixed order."""
+        config, tokens, logprobs = self.config, submission.tokens, submission.logprobs
+        if submission.checkpoint != config.checkpoint:
+            return "wrong_checkpoint", f"claims {submission.checkpoint[:16]!r}, {config.checkpoint[:16]!r} is in force"
+        if tokens.dtype != np.int32 or tokens.ndim != 1 or not 1 <= tokens.size <= config.answer_tokens_max:
+            return "bad_tokens", f"{tokens.dtype} {tokens.shape}: int32, 1 to {config.answer_tokens_max} were expected"
+        if int(tokens.min()) < 0 or int(tokens.max()) >= config.vocabulary:
+            return "bad_tokens", f"token ids {tokens.min()} to {tokens.max()}, 0 to {config.vocabulary - 1} exist"
+        if logprobs.dtype != np.float32 or logprobs.shape != tokens.shape:
+            return "bad_logprobs", f"{logprobs.dtype} {logprobs.shape} for {tokens.size} tokens"
+        if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
+            return "bad_logprobs", "log-probabilities must be finite and 0 at most"
+        expected = self.problem_of(address_of(submission.public_key), submission)
+        if submission.problem_id != expected:
+            return "wrong_problem", f"answers problem {submission.problem_id}, the rule gives {expected}"
+        chunks = chunk_count(tokens.size, chunk_tokens=config.chunk_tokens)
+        if config.mode == "strict":
+            if len(submission.proofs) != chunks:
+                return "wrong_count", f"{len(submission.proofs)} proofs for {chunks} chunks"
+            for place, raw in enumerate(submission.proofs):
+                try:
+                    Proof.decode(raw, top_k=config.top_k)
+                except BadProof as error:
+                    return "malformed", f"proof {place}: {error}"
+        return "ok", CODES["ok"]
+
+    def _replay(
+        self, batch: list[tuple[str, Submission]], prompts: list[Sequence[int]], answers: list[Any]
+    ) -> list[Verification | Exception]:
+        config = self.config
+        replays = self.engine.replay(prompts, answers)
+        outcomes: list[Verification | Exception] = []
+        for (_, submission), replay in zip(batch, replays, strict=True):
+            try:
+                outcomes.append(
+                    verify_proofs(
+                        replay.states,
+                        submission.proofs,
+                        mode=config.mode,
+                        thresholds=config.thresholds,
+                        chunk_tokens=config.chunk_tokens,
+                        top_k=config.top_k,
+                    )
+                )
+            except Exception as error:
+                outcomes.append(error)
+        return outcomes
+
+    async def _say(
+        self, identifier: str, submission: Submission, verdict: Verdict, outcome: Verification | None = None
+    ) -> None:
+        """Record a verdict everywhere it belongs: journal, ledger, whoever waits for it."""
+        assert verdict.code in CODES, verdict.code
+        scores = outcome.chunks if outcome is not None else ()
+        self.journal(
+            "judged",
+            public_key=submission.public_key,
+            submission=identifier,
+            counter=submission.counter,
+            index=submission.index,
+            accepted=verdict.accepted,
+            decided=verdict.decided,
+            code=verdict.code,
+            reason=verdict.reason,
+            tokens=len(submission.tokens),
+            mismatches=[score.exponent_mismatches for score in scores],
+            mean_errors=[round(min(score.mantissa_mean, 999.0), 4) for score in scores],
+            median_errors=[min(score.mantissa_median, 999.0) for score in scores],
+        )
+        self._verdicts[identifier] = verdict
+        self._judged[identifier].set()
+        if verdict.decided:
+            units = float(len(submission.tokens)) if verdict.accepted else 0.0
+            record = RecordVerdict(submission.public_key, identifier, verdict.accepted, verdict.code, units)
+            try:
+                await self.world.call(self.config.ledger, record, self.config.call_timeout_s)
+            except CallError as error:
+                self.journal("unrecorded", submission=identifier, reason=error.reason)
+
+
+def _code(outcome: Verification) -> str:
+    return "ok" if outcome.accepted else outcome.code
+
+
+def _no_verdict(identifier: str, error: Exception) -> Verdict:
+    return Verdict(identifier, False, "no_verdict", f"{type(error).__name__}: {error}"[:500], decided=False)
