@@ -77,7 +77,7 @@ class Sampling:
 
 def scale(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """z = ℓ / T in float32 (ℓ itself when greedy)."""
-    logits_BV = logits_BV.float()
+    logits_BV = logits_BV.detach().float()
     return logits_BV if sampling.temperature in (0, 1) else logits_BV / sampling.temperature
 
 
@@ -152,9 +152,37 @@ def _check_rows(logits_BV: Tensor, seeds_B: Tensor, positions_B: Tensor) -> None
 
 
 def _logsumexp_kept(scaled_BV: Tensor, cut_B: Tensor, sampling: Sampling) -> Tensor:
-    if sampling.filtered:
-        scaled_BV = scaled_BV.masked_fill(scaled_BV < cut_B[:, None], -math.inf)
-    return torch.logsumexp(scaled_BV, dim=-1)
+    if not sampling.filtered:
+        return torch.logsumexp(scaled_BV, dim=-1)
+    if scaled_BV.device.type == "cpu":
+        total_B = np.empty(scaled_BV.shape[0], dtype=np.float32)
+        _logsumexp_kernel(scaled_BV.contiguous().numpy(), _chunk_tops(scaled_BV).numpy(), cut_B.numpy(), total_B)
+        return torch.from_numpy(total_B)
+    return torch.logsumexp(scaled_BV.masked_fill(scaled_BV < cut_B[:, None], -math.inf), dim=-1)
+
+
+def _chunk_tops(scaled_BV: Tensor) -> Tensor:
+    """The largest scaled logit of each CHUNK consecutive tokens, [B, C]; the last chunk may be short."""
+    batch, vocabulary = scaled_BV.shape
+    whole = vocabulary // CHUNK
+    tops_BC = scaled_BV.new_empty((batch, -(-vocabulary // CHUNK)))
+    tops_BC[:, :whole] = scaled_BV[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).amax(dim=-1)
+    if vocabulary % CHUNK:
+        tops_BC[:, whole] = scaled_BV[:, whole * CHUNK :].amax(dim=-1)
+    return tops_BC
+
+
+@njit(cache=True)
+def _logsumexp_kernel(scaled_BV: FloatArray, tops_BC: FloatArray, cut_B: FloatArray, total_B: FloatArray) -> None:
+    """Log-sum-exp over z ≥ cut-off; looks only into chunks that hold a kept token."""
+    for b in range(scaled_BV.shape[0]):
+        top, total = np.float64(tops_BC[b].max()), 0.0
+        for chunk in range(tops_BC.shape[1]):
+            if tops_BC[b, chunk] >= cut_B[b]:
+                for z in scaled_BV[b, chunk * CHUNK : (chunk + 1) * CHUNK]:
+                    if z >= cut_B[b]:
+                        total += np.exp(np.float64(z) - top)
+        total_B[b] = top + np.log(total)
 
 
 # --- the race: argmax of z + g over the kept tokens -------------------------------------------------------------------
@@ -192,18 +220,10 @@ def race_torch(scaled_BV: Tensor, cut_B: Tensor, seeds_B: Tensor, positions_B: T
 
 def race_cpu(scaled_BV: Tensor, cut_B: Tensor, seeds_B: Tensor, positions_B: Tensor) -> tuple[Tensor, Tensor]:
     """The race by the compiled kernel."""
-    batch, vocabulary = scaled_BV.shape
-    scaled_BV = scaled_BV.contiguous()
-    whole = vocabulary // CHUNK
-    tops_BC = scaled_BV.new_full((batch, -(-vocabulary // CHUNK)), -math.inf)
-    tops_BC[:, :whole] = scaled_BV[:, : whole * CHUNK].unflatten(1, (whole, CHUNK)).amax(dim=-1)
-    if vocabulary % CHUNK:
-        tops_BC[:, whole] = scaled_BV[:, whole * CHUNK :].amax(dim=-1)
+    batch = scaled_BV.shape[0]
     winner_B, best_B = np.zeros(batch, dtype=np.int64), np.full(batch, -np.inf, dtype=np.float32)
-    _race_kernel(
-        scaled_BV.numpy(), tops_BC.numpy(), cut_B.numpy(), seeds_B.numpy(), positions_B.numpy(), gumbel_table(),
-        winner_B, best_B,
-    )  # fmt: skip
+    rows = [rows.contiguous().numpy() for rows in (scaled_BV, _chunk_tops(scaled_BV), cut_B, seeds_B, positions_B)]
+    _race_kernel(*rows, gumbel_table(), winner_B, best_B)
     return torch.from_numpy(winner_B), torch.from_numpy(best_B)
 
 
