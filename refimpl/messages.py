@@ -166,7 +166,7 @@ def _write_array(value: np.ndarray, header: bytearray, body: list[Any]) -> None:
     for length in value.shape:
         header += _U64.pack(length)
     # a zero-sized view cannot be cast to bytes; it has none
-    body.append(memoryview(np.ascontiguousarray(value)).cast("B") if value.size else b"")
+    body.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b"")
 
 
 def _read_array(reader: _Reader, what: str) -> np.ndarray:
@@ -296,8 +296,11 @@ M = TypeVar("M", bound=type[Message])
 
 
 def wire(cls: M) -> M:
-    """Class decorator: this frozen dataclass may be sent. Fields may be int (64 bits), float (finite), bool, str, bytes,
-    numpy arrays, `Blob`, other dataclasses, `tuple[T, ...]` of these, and `T | None`."""
+    """Class decorator: this frozen dataclass may be sent.
+
+    Fields may be int (64 bits), float (finite), bool, str, bytes, numpy arrays, `Blob`, other dataclasses,
+    `tuple[T, ...]` of these, and `T | None`.
+    """
     name = cls.__name__
     if name in _TYPES:
         raise TypeError(f"two messages are called {name}")
@@ -322,7 +325,9 @@ def encode_parts(message: Message) -> list[Any]:
     header, body = bytearray(name), []  # type: tuple[bytearray, list[Any]]
     codec.write(message, header, body)
     if len(header) > HEADER_BYTES_MAX:
-        raise BadMessage(f"{type(message).__name__} has a header of {len(header)} bytes, at most {HEADER_BYTES_MAX} fit")
+        raise BadMessage(
+            f"{type(message).__name__} has a header of {len(header)} bytes, at most {HEADER_BYTES_MAX} fit"
+        )
     length = sum(len(part) for part in body)
     return [PREFIX.pack(MAGIC, len(header), length), bytes(header), *body]
 
@@ -332,7 +337,7 @@ def encode(message: Message) -> bytes:
     return b"".join(encode_parts(message))
 
 
-def frame_length(prefix: bytes | memoryview, *, bytes_max: int = FRAME_BYTES_MAX) -> int:
+def frame_length(prefix: bytes | bytearray | memoryview, *, bytes_max: int = FRAME_BYTES_MAX) -> int:
     """Length of the whole frame from its first 16 bytes, checked against the limits. Raises BadMessage."""
     if len(prefix) < PREFIX.size:
         raise BadMessage(f"a frame starts with {PREFIX.size} bytes, only {len(prefix)} came")

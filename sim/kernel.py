@@ -49,7 +49,8 @@ class Kernel(simpy.Environment):
         """Schedule on behalf of `node`, `delay` nanoseconds from now."""
         if delay.__class__ is not int or delay < 0:
             raise TypeError(f"a delay is an integer of nanoseconds, 0 or more; {delay!r} was given")
-        heappush(self._queue, (self._now + delay, priority, (node << NODE_SHIFT) + next(self._eid), event))  # type: ignore[arg-type,misc]
+        queue: list[Any] = self._queue
+        heappush(queue, (self._now + delay, priority, (node << NODE_SHIFT) + next(self._eid), event))
 
     def at(self, node: int, time_ns: int, callback: Callable[[Event], None], priority: int = NORMAL) -> Event:
         """Run `callback` at `time_ns` on behalf of `node`. Setting the event's `callbacks` to [] calls it off."""
@@ -65,7 +66,7 @@ class Kernel(simpy.Environment):
         self._now, _, key, event = heappop(self._queue)
         self.node = key >> NODE_SHIFT
         self.events_handled += 1
-        callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
+        callbacks, event.callbacks = event.callbacks, cast(Any, None)
         for callback in callbacks:
             callback(event)
         if not event._ok and not hasattr(event, "_defused"):
@@ -121,7 +122,7 @@ class Task:
                 if event._ok:
                     awaited = coroutine.send(event._value if self.awaited is not None else None)
                 else:
-                    event._defused = True  # type: ignore[attr-defined]
+                    event._defused = True
                     awaited = coroutine.throw(cast(BaseException, event._value))
             except StopIteration as stop:
                 self.awaited = None

@@ -211,7 +211,7 @@ class SimWorld:
             if not ok:
                 self.fabric.report(TaskFailure(self.name, task.label, value))
 
-        self._start(coroutine, ended, name or coroutine.__qualname__)
+        self._start(coroutine, ended, name or label_of(coroutine))
 
     def _start(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[Task, bool, Any], None], label: str) -> None:
         task = Task(self.fabric.kernel, self.index, coroutine, ended, label)
@@ -237,7 +237,7 @@ class SimWorld:
             return ended
 
         for place, coroutine in enumerate(coroutines):
-            self._start(coroutine, ended_at(place), coroutine.__qualname__)
+            self._start(coroutine, ended_at(place), label_of(coroutine))
         await wait(all_ended)
         for ok, value in outcomes:
             if not ok:
@@ -256,14 +256,21 @@ class SimWorld:
             if callable(work):
                 raise
             result, error = cast(T, None), raised
-        done = cast(Work, work(result)) if callable(work) else work
+        done = work(result) if callable(work) else work
         start_ns = max(now_ns, self._device_free_ns)
         self._device_free_ns = start_ns + to_ns(self.price(done) * self.slowness)
-        self.fabric.record("compute", self.name, work=type(done).__name__, start_ns=start_ns, end_ns=self._device_free_ns)
+        self.fabric.record(
+            "compute", self.name, work=type(done).__name__, start_ns=start_ns, end_ns=self._device_free_ns
+        )
         await self._sleep_ns(self._device_free_ns - now_ns)
         if error is not None:
             raise error
         return result
+
+
+def label_of(coroutine: Coroutine[Any, Any, Any]) -> str:
+    """What a task is called when nobody named it."""
+    return getattr(coroutine, "__qualname__", "a task")
 
 
 class SimFabric:

@@ -263,7 +263,9 @@ def test_gather_keeps_the_order_and_raises_the_first_failure_after_all_have_ende
         assert await a.gather() == []
         ended.clear()
         with pytest.raises(ValueError, match="first in order"):
-            await a.gather(step("p", 0.3, ValueError("first in order")), step("q", 0.0, KeyError("first in time")), step("r", 0.6))
+            await a.gather(
+                step("p", 0.3, ValueError("first in order")), step("q", 0.0, KeyError("first in time")), step("r", 0.6)
+            )
         assert ended == ["q", "p", "r"]
 
     fabric.run(main())
@@ -394,5 +396,3 @@ def test_chance_depends_on_run_seed_and_node_alone() -> None:
         draws[kind] = [float(fabric.node(name).rng.random()) for name in ("b", "a")]
     assert draws["local"] == draws["http"] == draws["sim"]
     assert draws["local"][0] != draws["local"][1]
-
-

@@ -1,4 +1,6 @@
-"""Hands out prompts by the deterministic rule. Takes `AskWork`, answers with `Assignment`; asks the ledger `AskAccount`.
+"""Hands out prompts by the deterministic rule.
+
+Takes `AskWork`, answers with `Assignment`; asks the ledger by `AskAccount`.
 
 It keeps one counter per worker and nothing else: what a worker must answer follows from its address, the step and that
 counter, so that a validator can compute the same without asking.
@@ -10,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from refimpl.calls import Patience, call_patiently
 from refimpl.identity import address_of
-from refimpl.messages import Account, AskAccount, Assignment, AskWork, Message
-from refimpl.testnet.journal import Journal, silent
+from refimpl.journal import Journal, silent
+from refimpl.messages import Account, AskAccount, AskWork, Assignment, Message
 from refimpl.testnet.problems import choose_problems
 from refimpl.world import Refused, World
 
@@ -26,7 +29,7 @@ class OrchestratorConfig:
     batch: int  # problems per assignment
     assignments: int  # per worker; then it is told that it is done
     step: int = 0
-    call_timeout_s: float = 60.0
+    patience: Patience = Patience()
 
 
 class Orchestrator:
@@ -41,7 +44,7 @@ class Orchestrator:
 
     async def assign(self, source: str, message: AskWork) -> Message:
         key, config = message.public_key, self.config
-        account: Account = await self.world.call(config.ledger, AskAccount(key), config.call_timeout_s)
+        account: Account = await call_patiently(self.world, config.ledger, AskAccount(key), config.patience)
         if account.ejected:
             raise Refused("this account was ejected")
         counter = self.counters.get(key, 0) + 1

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from refimpl.identity import is_public_key, verify
+from refimpl.journal import Journal, silent
 from refimpl.messages import Account, AskAccount, Message, Ok, RecordVerdict, Register
-from refimpl.testnet.journal import Journal, silent
 from refimpl.testnet.ledger import AccountState, Ledger, LedgerError
 from refimpl.world import Refused, World
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from refimpl.calls import Patience, call_patiently
 from refimpl.identity import Identity
-from refimpl.messages import Assignment, AskWork, Register, Submission, Verdict, submission_bytes
-from refimpl.testnet.journal import Journal, silent
+from refimpl.journal import Journal, silent
+from refimpl.messages import AskWork, Assignment, Register, Submission, Verdict, submission_bytes
 from refimpl.testnet.registry import REGISTRATION, registration_bytes
 from refimpl.work import Work
-from refimpl.world import CallError, Refused, Timeout, Unreachable, World
+from refimpl.world import CallError, Refused, World
 
 SUBMISSION = "submission"  # signature domain
 
@@ -50,10 +51,8 @@ class WorkerConfig:
     ledger: str  # node name
     checkpoint: str  # content hash of the weights it claims to use
     stake: float = 1000.0
-    call_timeout_s: float = 60.0
-    verdict_timeout_s: float = 3600.0  # a verdict may queue behind many others
-    retries: int = 20  # of a call that found nobody
-    retry_wait_s: float = 0.5
+    patience: Patience = Patience()
+    patience_for_verdict: Patience = Patience(timeout_s=3600.0)  # it may queue behind many others
 
 
 class Worker:
@@ -80,10 +79,10 @@ class Worker:
     async def run(self) -> None:
         key, config = self.identity.public_key, self.config
         signature = self.identity.sign(registration_bytes(key, config.stake), domain=REGISTRATION)
-        await self._persist(config.ledger, Register(key, config.stake, signature), config.call_timeout_s)
+        await call_patiently(self.world, config.ledger, Register(key, config.stake, signature), config.patience)
         while not self.stopped:
             try:
-                assignment = await self._persist(config.orchestrator, AskWork(key), config.call_timeout_s)
+                assignment = await call_patiently(self.world, config.orchestrator, AskWork(key), config.patience)
             except Refused as refusal:
                 self.journal("dismissed", reason=refusal.reason)
                 return
@@ -116,19 +115,10 @@ class Worker:
         signature = self.identity.sign(submission_bytes(unsigned), domain=SUBMISSION)
         submission = dataclasses.replace(unsigned, signature=signature)
         try:
-            verdict = await self._persist(self.config.validator, submission, self.config.verdict_timeout_s)
+            verdict = await call_patiently(
+                self.world, self.config.validator, submission, self.config.patience_for_verdict
+            )
         except CallError as error:
             self.journal("unjudged", counter=assignment.counter, index=index, reason=error.reason)
             return
         self.verdicts.append(verdict)
-
-    async def _persist(self, target: str, message: Any, timeout_s: float) -> Any:
-        """Call until somebody answers: all that a worker says may be said twice."""
-        for attempt in range(self.config.retries):
-            try:
-                return await self.world.call(target, message, timeout_s)
-            except (Unreachable, Timeout):
-                if attempt == self.config.retries - 1:
-                    raise
-            await self.world.sleep(self.config.retry_wait_s * min(2**attempt, 64))
-        raise AssertionError("unreachable")

@@ -1,8 +1,8 @@
 """The validator: replays each submission with the right model and says accept or reject, with a reason.
 
-Takes `Submission`, answers with `Verdict`, tells the ledger by `RecordVerdict`. Follows the INTELLECT-2 validator: cheap
-checks first, then one prefill over prompt and answer, then TOPLOC. A submission is judged once: the same content again
-gets the verdict from before. A check that breaks is no verdict, about nobody.
+Takes `Submission`, answers with `Verdict`, tells the ledger by `RecordVerdict`. Follows the INTELLECT-2 validator:
+cheap checks first, then one prefill over prompt and answer, then TOPLOC. A submission is judged once: the same content
+again gets the verdict from before. A check that breaks is no verdict, about nobody.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from refimpl.calls import Patience, call_patiently
 from refimpl.identity import address_of, verify
+from refimpl.journal import Journal
 from refimpl.messages import Message, RecordVerdict, Submission, Verdict, submission_bytes
 from refimpl.toploc.check import PRESETS, Thresholds, Verification, verify_proofs
 from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, BadProof, Mode, Proof, chunk_count
@@ -40,11 +42,11 @@ CODES = {
 class Replayer(Protocol):
     """What a validator needs of its engine."""
 
-    def replay(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Any]:
+    def replay(self, prompts: Sequence[Sequence[int]], answers: Sequence[Any]) -> list[Any]:
         """Per sequence an object whose `states` [n, hidden] are the activations that chose each answer token."""
         ...
 
-    def replay_work(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Work:
+    def replay_work(self, prompts: Sequence[Sequence[int]], answers: Sequence[Any]) -> Work:
         """What that costs."""
         ...
 
@@ -62,7 +64,7 @@ class ValidatorConfig:
     chunk_tokens: int = CHUNK_TOKENS
     top_k: int = TOP_K
     batch: int = 8  # submissions replayed together
-    call_timeout_s: float = 60.0
+    patience: Patience = Patience()
 
 
 class Validator:
@@ -75,7 +77,7 @@ class Validator:
         engine: Replayer,
         prompt_of: Callable[[int], Sequence[int]],
         problem_of: Callable[[str, Submission], int],
-        journal: Any,
+        journal: Journal,
     ) -> None:
         """`problem_of(address, submission)` is the problem that the deterministic rule gives this submission."""
         self.world, self.config, self.engine = world, config, engine
@@ -122,33 +124,38 @@ class Validator:
 
     # -------------------------------------------------------------------------------------------------- the checks
     async def _judge(self, batch: list[tuple[str, Submission]]) -> None:
+        """Verdicts for `batch`: cheap checks one by one, one replay for those that pass them."""
+        verdicts: dict[str, Verdict] = {}
+        outcomes: dict[str, Verification] = {}
         replayable: list[tuple[str, Submission]] = []
         for identifier, submission in batch:
             try:
                 code, reason = self._cheap_checks(submission)
             except Exception as error:  # a broken check must not stop the validator, nor convict anybody
-                await self._say(identifier, submission, _no_verdict(identifier, error))
+                verdicts[identifier] = _no_verdict(identifier, error)
                 continue
             if code == "ok":
                 replayable.append((identifier, submission))
             else:
-                await self._say(identifier, submission, Verdict(identifier, False, code, reason))
-        if not replayable:
-            return
-        prompts = [self.prompt_of(submission.problem_id) for _, submission in replayable]
-        answers = [submission.tokens for _, submission in replayable]
-        outcomes = await self.world.compute(
-            self.engine.replay_work(prompts, answers), lambda: self._replay(replayable, prompts, answers)
+                verdicts[identifier] = Verdict(identifier, False, code, reason)
+        if replayable:
+            prompts = [self.prompt_of(submission.problem_id) for _, submission in replayable]
+            answers = [submission.tokens for _, submission in replayable]
+            results = await self.world.compute(
+                self.engine.replay_work(prompts, answers), lambda: self._replay(replayable, prompts, answers)
+            )
+            for (identifier, _), result in zip(replayable, results, strict=True):
+                if isinstance(result, Exception):
+                    verdicts[identifier] = _no_verdict(identifier, result)
+                elif result.undecided:
+                    verdicts[identifier] = Verdict(identifier, False, "no_verdict", result.reason, decided=False)
+                else:
+                    code = "ok" if result.accepted else result.code
+                    verdicts[identifier] = Verdict(identifier, result.accepted, code, result.reason)
+                    outcomes[identifier] = result
+        await self.world.gather(
+            *(self._say(submission, verdicts[identifier], outcomes.get(identifier)) for identifier, submission in batch)
         )
-        for (identifier, submission), outcome in zip(replayable, outcomes, strict=True):
-            if isinstance(outcome, Exception):
-                await self._say(identifier, submission, _no_verdict(identifier, outcome))
-                continue
-            if outcome.undecided:
-                verdict = Verdict(identifier, False, "no_verdict", outcome.reason, decided=False)
-            else:
-                verdict = Verdict(identifier, outcome.accepted, _code(outcome), outcome.reason)
-            await self._say(identifier, submission, verdict, outcome)
 
     def _cheap_checks(self, submission: Submission) -> tuple[str, str]:
         """(code, sentence) from what needs no model, in a fixed order."""
@@ -199,16 +206,14 @@ class Validator:
                 outcomes.append(error)
         return outcomes
 
-    async def _say(
-        self, identifier: str, submission: Submission, verdict: Verdict, outcome: Verification | None = None
-    ) -> None:
-        """Record a verdict everywhere it belongs: journal, ledger, whoever waits for it."""
+    async def _say(self, submission: Submission, verdict: Verdict, outcome: Verification | None) -> None:
+        """Record a verdict everywhere it belongs: journal, ledger, and then whoever waits for it."""
         assert verdict.code in CODES, verdict.code
         scores = outcome.chunks if outcome is not None else ()
         self.journal(
             "judged",
             public_key=submission.public_key,
-            submission=identifier,
+            submission=verdict.submission_id,
             counter=submission.counter,
             index=submission.index,
             accepted=verdict.accepted,
@@ -220,19 +225,15 @@ class Validator:
             mean_errors=[round(min(score.mantissa_mean, 999.0), 4) for score in scores],
             median_errors=[min(score.mantissa_median, 999.0) for score in scores],
         )
-        self._verdicts[identifier] = verdict
-        self._judged[identifier].set()
         if verdict.decided:
             units = float(len(submission.tokens)) if verdict.accepted else 0.0
-            record = RecordVerdict(submission.public_key, identifier, verdict.accepted, verdict.code, units)
+            record = RecordVerdict(submission.public_key, verdict.submission_id, verdict.accepted, verdict.code, units)
             try:
-                await self.world.call(self.config.ledger, record, self.config.call_timeout_s)
+                await call_patiently(self.world, self.config.ledger, record, self.config.patience)
             except CallError as error:
-                self.journal("unrecorded", submission=identifier, reason=error.reason)
-
-
-def _code(outcome: Verification) -> str:
-    return "ok" if outcome.accepted else outcome.code
+                self.journal("unrecorded", submission=verdict.submission_id, reason=error.reason)
+        self._verdicts[verdict.submission_id] = verdict
+        self._judged[verdict.submission_id].set()
 
 
 def _no_verdict(identifier: str, error: Exception) -> Verdict:

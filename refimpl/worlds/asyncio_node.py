@@ -167,7 +167,7 @@ class AsyncioNode:
         return task
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str = "") -> None:
-        label = name or coroutine.__qualname__
+        label = name or getattr(coroutine, "__qualname__", "a task")
 
         def ended(task: asyncio.Task[Any]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:

@@ -151,7 +151,7 @@ class HttpWorld(AsyncioNode):
             yield bytes(piece)
 
     async def _read_frame(self, stream: aiohttp.StreamReader) -> bytes:
-        """Exactly one frame from `stream`, at this node's downlink rate. Raises BadMessage for too few or many bytes."""
+        """Exactly one frame from `stream`, at this node's downlink rate. Raises BadMessage for too few or many."""
         if self.line.latency_ms:
             await asyncio.sleep(self.line.latency_ms / 1000)
         try:
