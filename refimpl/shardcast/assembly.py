@@ -1,0 +1,384 @@
+"""One version on its way to its final path: written out of order, checked shard by shard, resumed after a kill.
+
+Everything happens in a hidden folder beside the final one, on the same file system, so that the last step is a rename:
+
+    ROOT/.partial-HEADERID/progress        one record per shard: bytes received, SHA-256 once verified
+    ROOT/.partial-HEADERID/payload/NAME    the files, at full length from the start
+    ROOT/v00000012-CONTENTID/…             after `finish`: the files and .shardcast.json, all at once
+
+Bytes are written before the record that counts them, so a killed process resumes at the last byte that it had. After a
+reboot the page cache is no witness any more: shards that were verified are read and hashed again (not fetched), and
+partly received ones start over.
+
+Differs from the original (shardcast 0.3.2): 1) no shard files and no concatenation: shards are written into place;
+2) verified before the final path exists, not after; 3) resumable; 4) disk space is reserved before the first byte.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from refimpl.shardcast.manifest import Header, Manifest
+
+PARTIAL = ".partial-"
+MANIFEST_NAME = ".shardcast.json"  # no file of a version can have this name: it begins with a dot
+BLOCK_BYTES = 1 << 20  # what is read, written or hashed at a time; the memory that one shard costs
+_HEAD = struct.Struct("<8s36s20x")  # magic, boot id
+_RECORD = struct.Struct("<Q32s")  # bytes received; SHA-256, zero until verified
+_MAGIC = b"SHRDPRG1"
+_NOT_VERIFIED = bytes(32)
+
+
+class StoreError(Exception):
+    """Something is wrong on this node's disk. Takes the sentence that says what."""
+
+
+class DiskFull(StoreError):
+    """There is no room for the version; what was there before is untouched."""
+
+
+class ShardMismatch(StoreError):
+    """A shard's bytes are not the ones that the origin signed for; its record was set back to nothing received.
+
+    `culprit` is the one source that all bytes came from, or None when several did (the next try should ask one)."""
+
+    def __init__(self, index: int, expected: bytes, found: bytes, culprit: str | None) -> None:
+        super().__init__(
+            f"shard {index} has SHA-256 {found.hex()[:16]}…, expected {expected.hex()[:16]}…"
+            + (f"; all of it came from {culprit}" if culprit else "; it came from several sources")
+        )
+        self.index, self.expected, self.found, self.culprit = index, expected, found, culprit
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that an ordinary user may still write there."""
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def check_space(folder: Path, needed_bytes: int, reserve_bytes: int = 0) -> None:
+    """Raises DiskFull unless `needed_bytes` fit and leave `reserve_bytes` free (1 GB = 10^9 bytes in the message)."""
+    available = free_bytes(folder)
+    if available < needed_bytes + reserve_bytes:
+        raise DiskFull(
+            f"{folder} has {available / 1e9:.3f} GB free, {needed_bytes / 1e9:.3f} GB are needed"
+            + (f" and {reserve_bytes / 1e9:.3f} GB are kept in reserve" if reserve_bytes else "")
+        )
+
+
+class Assembly:
+    """Opens or resumes the version of `header` under `root`. One process at a time (the lock ends with the process).
+
+    With `sources` (the origin's way in) the payload is these files, linked, or copied where links do not reach or
+    `copy` asks for it; without, it is to be received."""
+
+    def __init__(
+        self,
+        root: Path,
+        header: Header,
+        *,
+        reserve_bytes: int = 0,
+        sources: Sequence[Path] | None = None,
+        copy: bool = False,
+    ) -> None:
+        self.root, self.header, self.layout = root, header, header.layout
+        self.folder = root / f"{PARTIAL}{header.id[:32]}"
+        self._payload = self.folder / "payload"
+        self._payload.mkdir(parents=True, exist_ok=True)
+        self._progress = os.open(self.folder / "progress", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._files: list[int] = []
+        ours = False
+        try:
+            self._lock()
+            ours = os.fstat(self._progress).st_size == 0
+            if sources is None:
+                self._reserve_files(reserve_bytes)
+                self._received, self._sha256 = self._read_progress()
+            else:
+                self._adopt_files(sources, copy)
+                sizes = [self.layout.shard_size(index) for index in range(self.layout.shard_count)]
+                self._received, self._sha256 = self._write_progress(sizes, [_NOT_VERIFIED] * len(sizes))
+        except BaseException:
+            self.close()
+            if ours:  # nothing to resume: leave nothing behind, least of all on a full disk
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        self._files_sha256: tuple[bytes, ...] = ()
+
+    # ------------------------------------------------------------------------------------------------- state
+    def missing(self) -> list[int]:
+        """Shards that are not verified yet, in order."""
+        return [index for index, digest in enumerate(self._sha256) if digest == _NOT_VERIFIED]
+
+    def verified(self, index: int) -> bool:
+        return self._sha256[index] != _NOT_VERIFIED
+
+    def received(self, index: int) -> int:
+        """Bytes of the shard that are on disk, counted from its start, verified or not."""
+        return self._received[index]
+
+    def received_bytes(self) -> int:
+        return sum(self._received)
+
+    def read(self, index: int, offset: int, size: int) -> bytes:
+        """Bytes of a shard, no further than `received`: what a relay streams on. They are the origin's for sure only
+        when the shard is verified."""
+        size = min(size, self._received[index] - offset)
+        if size <= 0:
+            return b""
+        return b"".join(self._read_stream(self.layout.shard_offset(index) + offset, size))
+
+    # --------------------------------------------------------------------------------------------- receiving
+    def writer(self, index: int) -> ShardWriter:
+        """To receive shard `index` from byte `writer.received` on."""
+        return ShardWriter(self, index)
+
+    def cut(self) -> Iterator[tuple[int, bytes]]:
+        """Read the payload once, front to back; yield (index, SHA-256) as each shard has been hashed. `files_sha256`
+        is known at the end."""
+        whole = [hashlib.sha256() for _ in self.layout.names]
+        for index in range(self.layout.shard_count):
+            shard = hashlib.sha256()
+            for piece in self.layout.pieces(self.layout.shard_offset(index), self.layout.shard_size(index)):
+                for block in _read_blocks(self._files[piece.file], piece.offset, piece.size):
+                    shard.update(block)
+                    whole[piece.file].update(block)
+            self._record(index, self.layout.shard_size(index), shard.digest())
+            yield index, shard.digest()
+        self._files_sha256 = tuple(hasher.digest() for hasher in whole)
+
+    @property
+    def files_sha256(self) -> tuple[bytes, ...]:
+        if not self._files_sha256:
+            raise StoreError("the files' hashes are known only after the last shard was cut")
+        return self._files_sha256
+
+    # -------------------------------------------------------------------------------------------------- the end
+    def finish(self, manifest: Manifest, *, durable: bool = True) -> Path:
+        """Everything is there and agrees with the manifest: put it at its final path, files and manifest at once.
+
+        `durable`: on disk before it is visible, so that not even a power cut leaves a half. Raises StoreError."""
+        if manifest.header != self.header:
+            raise StoreError(f"the manifest of version {manifest.version} is not the one that was being assembled")
+        for index, (found, expected) in enumerate(zip(self._sha256, manifest.shards_sha256, strict=True)):
+            if found == _NOT_VERIFIED:
+                raise StoreError(f"shard {index} of version {manifest.version} is not there yet")
+            if found != expected:
+                self.reset(index)
+                raise ShardMismatch(index, expected, found, None)
+        with _full_disk_named(self.root):
+            with open(self._payload / MANIFEST_NAME, "wb") as file:
+                file.write(manifest.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            if durable:
+                for descriptor in self._files:
+                    os.fsync(descriptor)
+                _sync_folder(self._payload)
+        target = self.root / manifest.label
+        try:
+            os.rename(self._payload, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # the same content is there already (its name is its hash); this copy is not needed
+        if durable:
+            _sync_folder(self.root)
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return target
+
+    def reset(self, index: int) -> None:
+        """Forget what was received of a shard."""
+        self._record(index, 0, _NOT_VERIFIED)
+
+    def abandon(self) -> None:
+        """Give the version up and free its space. Never raises."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let go of it for now; a later `Assembly` of the same header goes on from here."""
+        self._close_files()
+        if self._progress >= 0:
+            os.close(self._progress)  # and with it the lock
+            self._progress = -1
+
+    # ------------------------------------------------------------------------------------------------ inside
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._progress, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(f"version {self.header.version} is being assembled in {self.root} already") from None
+
+    def _reserve_files(self, reserve_bytes: int) -> None:
+        paths = [self._payload / name for name in self.layout.names]
+        have = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+        check_space(self.root, max(0, self.layout.size_bytes - have), reserve_bytes)
+        for path, size in zip(paths, self.layout.sizes_bytes, strict=True):
+            self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            with _full_disk_named(self.root):
+                if size:
+                    os.posix_fallocate(self._files[-1], 0, size)  # no surprise in mid-transfer
+            os.ftruncate(self._files[-1], size)
+
+    def _adopt_files(self, sources: Sequence[Path], copy: bool) -> None:
+        for name, size, source in zip(self.layout.names, self.layout.sizes_bytes, sources, strict=True):
+            if source.stat().st_size != size:
+                raise StoreError(f"{source} has {source.stat().st_size} bytes, {size} were announced")
+            place(source, self._payload / name, copy=copy)
+            self._files.append(os.open(self._payload / name, os.O_RDONLY | os.O_CLOEXEC))
+
+    def _read_progress(self) -> tuple[list[int], list[bytes]]:
+        count = self.layout.shard_count
+        raw = os.pread(self._progress, _HEAD.size + count * _RECORD.size, 0)
+        if len(raw) != _HEAD.size + count * _RECORD.size or raw[:8] != _MAGIC:
+            return self._write_progress([0] * count, [_NOT_VERIFIED] * count)
+        records = [_RECORD.unpack_from(raw, _HEAD.size + i * _RECORD.size) for i in range(count)]
+        sha256 = [digest for _, digest in records]
+        if _HEAD.unpack_from(raw)[1] == _boot_id():
+            return [min(r, self.layout.shard_size(i)) for i, (r, _) in enumerate(records)], sha256
+        # after a reboot: trust nothing that was not hashed, and hash the rest again
+        good = [digest != _NOT_VERIFIED and self._hash(i) == digest for i, digest in enumerate(sha256)]
+        return self._write_progress(
+            [self.layout.shard_size(i) if ok else 0 for i, ok in enumerate(good)],
+            [digest if ok else _NOT_VERIFIED for digest, ok in zip(sha256, good, strict=True)],
+        )
+
+    def _write_progress(self, received: list[int], sha256: list[bytes]) -> tuple[list[int], list[bytes]]:
+        records = b"".join(_RECORD.pack(r, s) for r, s in zip(received, sha256, strict=True))
+        os.pwrite(self._progress, _HEAD.pack(_MAGIC, _boot_id()) + records, 0)
+        return received, sha256
+
+    def _record(self, index: int, received: int, sha256: bytes) -> None:
+        self._received[index], self._sha256[index] = received, sha256
+        os.pwrite(self._progress, _RECORD.pack(received, sha256), _HEAD.size + index * _RECORD.size)
+
+    def _hash(self, index: int) -> bytes:
+        digest = hashlib.sha256()
+        for block in self._read_stream(self.layout.shard_offset(index), self.layout.shard_size(index)):
+            digest.update(block)
+        return digest.digest()
+
+    def _read_stream(self, offset: int, size: int) -> Iterator[bytes]:
+        for piece in self.layout.pieces(offset, size):
+            yield from _read_blocks(self._files[piece.file], piece.offset, piece.size)
+
+    def _write_stream(self, offset: int, data: memoryview) -> None:
+        with _full_disk_named(self.root):
+            for piece in self.layout.pieces(offset, len(data)):
+                part, data = data[: piece.size], data[piece.size :]
+                at = piece.offset
+                while part:
+                    written = os.pwrite(self._files[piece.file], part, at)
+                    part, at = part[written:], at + written
+
+    def _close_files(self) -> None:
+        for descriptor in self._files:
+            os.close(descriptor)
+        self._files = []
+
+
+class ShardWriter:
+    """Takes one shard's bytes in order, wherever it had stopped, and hashes them on the way."""
+
+    def __init__(self, assembly: Assembly, index: int) -> None:
+        self._assembly, self.index = assembly, index
+        self.size_bytes = assembly.layout.shard_size(index)
+        self.received = assembly.received(index)
+        self._offset = assembly.layout.shard_offset(index)
+        self._hash = hashlib.sha256()
+        self._sources: set[str] = set()
+        if self.received:
+            self._sources.add("this disk")
+            for block in assembly._read_stream(self._offset, self.received):
+                self._hash.update(block)
+
+    def write(self, data: bytes | bytearray | memoryview, source: str = "") -> None:
+        """Append. Raises StoreError when the shard would become longer than it is, DiskFull when the disk is."""
+        view = memoryview(data).cast("B")
+        if self.received + len(view) > self.size_bytes:
+            raise StoreError(f"{source or 'a source'} sent more than the {self.size_bytes} bytes of shard {self.index}")
+        self._assembly._write_stream(self._offset + self.received, view)
+        self._hash.update(view)
+        self.received += len(view)
+        self._sources.add(source)
+        self._assembly._record(self.index, self.received, _NOT_VERIFIED)
+
+    def finish(self, sha256: bytes) -> None:
+        """All bytes are here: verify. Raises StoreError when bytes are missing (they are kept), ShardMismatch when they
+        are wrong (they are dropped)."""
+        if self.received != self.size_bytes:
+            raise StoreError(f"shard {self.index} ended after {self.received} of {self.size_bytes} bytes")
+        found = self._hash.digest()
+        if found != sha256:
+            self._assembly.reset(self.index)
+            culprit = next(iter(self._sources)) if len(self._sources) == 1 else None
+            raise ShardMismatch(self.index, sha256, found, culprit)
+        self._assembly._record(self.index, self.size_bytes, found)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+def place(source: Path, target: Path, *, copy: bool = False) -> None:
+    """Make `source` appear at `target` in one step, over whatever is there: a link where possible, else a copy."""
+    hidden = target.with_name(f"{PARTIAL}{target.name}.{os.getpid()}")
+    hidden.unlink(missing_ok=True)
+    try:
+        with _full_disk_named(target.parent):
+            if copy or not _linked(source, hidden):
+                shutil.copyfile(source, hidden)
+            os.replace(hidden, target)
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _linked(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        return False
+    return True
+
+
+@contextmanager
+def _full_disk_named(folder: Path) -> Iterator[None]:
+    """Turns the system's "no space left" into a DiskFull that says where."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(f"{folder} is full: {error.strerror}") from error
+        raise
+
+
+def _read_blocks(descriptor: int, offset: int, size: int) -> Iterator[bytes]:
+    while size:
+        block = os.pread(descriptor, min(size, BLOCK_BYTES), offset)
+        if not block:
+            raise StoreError(f"a file ended {size} bytes early: it was changed under our hands")
+        yield block
+        offset, size = offset + len(block), size - len(block)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _boot_id() -> bytes:
+    """Names the time since the last boot; where the system does not say, every start counts as a new one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36].ljust(36)
+    except OSError:
+        return os.urandom(36)
