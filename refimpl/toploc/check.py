@@ -1,20 +1,31 @@
 """Checking TOPLOC proofs: does what the worker committed to agree with the verifier's own replay?
 
-The verifier's activations come from one prefill over prompt and answer, which costs a fraction of generating it. Per chunk
-it takes its own K largest numbers, evaluates the proof's polynomial at their places and compares. Honest noise (another
-kernel, batch shape, device) moves a few numbers by a few units in the last place; another model, prompt or precision
-moves most of them far. A place that the prover did not bind evaluates to garbage, and counts as a mismatch.
+The verifier's activations come from one prefill over prompt and answer, which costs a fraction of generating it. Per
+chunk it takes its own K largest numbers, evaluates the proof's polynomial at their places and compares. Honest noise
+(another kernel, batch shape, device) moves a few numbers by a few units in the last place; another model, prompt or
+precision moves most of them far. A place that the prover did not bind evaluates to garbage and counts as a mismatch.
 
 Two modes, one code path; `RULES` lists every difference. *published*: the scores of toploc 0.1.6 on its tensor path.
-*strict* (the default) closes its holes: 1) the number of proofs must be the number of chunks; 2) the encoding must be the
-canonical one; 3) signs count; 4) the distance of two numbers is the number of bf16 values between them, and a mismatch is
-128 or more (a factor of two) or another sign: within one power of two that *is* the published mantissa difference, and one
-unit in the last place across a power of two is an error of 1 instead of a mismatch; 5) an own replay that is not finite is
-its own verdict, about nobody's honesty; 6) bounds on mismatches are for 128 values and scale with the values compared, so
-that a short chunk or a smaller K is not accepted because it has fewer than the bound. In both modes a bad proof is a
-rejection with a reason: nothing that a worker sends raises.
+*strict* (the default) closes its holes:
 
-What stays unseen: everything outside the top K, and how tokens were chosen (`proof.py`).
+1. the number of proofs must be the number of chunks;
+2. the encoding must be the canonical one (`proof.py`), and a chunk of n < K numbers must have degree below n;
+3. signs count;
+4. the distance of two numbers is the number of steps between them along the ordered line of bf16 values. A mismatch is
+   128 steps or more (a factor of two), or another sign, or no finite number. Within one power of two the distance is
+   the published mantissa difference, so the presets keep their meaning; across a power of two, one unit in the last
+   place is an error of 1 where the package sees a mismatch;
+5. an own replay that is not finite is its own verdict, about nobody's honesty;
+6. a bound on mismatches is out of 128 values and scales with the values compared, so that a short chunk or a smaller K
+   does not pass by having fewer values than the bound.
+
+In both modes a bad proof is a rejection with a reason: nothing that a worker sends raises. The package's list path
+forgets the proof's modulus; its tensor path, followed here, does not. Departures from it in published mode: what would
+crash the package (modulus zero, no coefficients, a chunk with fewer than K numbers) and polynomials of more than K
+coefficients are rejected.
+
+What stays unseen: everything outside the top K, and how tokens were chosen (`proof.py`). Nor does a proof show that its
+maker ran anything, where the K largest numbers and their places can be guessed.
 
 Shape legend: T tokens, D hidden size, G chunks, K numbers per proof.
 """
@@ -29,7 +40,8 @@ import torch
 from numba import njit
 
 from refimpl.toploc.field import evaluate
-from refimpl.toploc.proof import CHUNK_TOKENS, SELECTIONS, TOP_K, BadProof, Mode, chunk_bits, decode_all
+from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, BadProof, CannotProve, Mode, chunk_bits, decode_all, select
+from refimpl.toploc.top import INFINITY
 
 NOTHING_MATCHES = 2.0**64  # mean and median where no value matches, as in the published package
 VALUES_OF_BOUND = 128  # the number of values that the bounds on mismatches were set for
@@ -41,6 +53,7 @@ REASONS = {
     "malformed": "a proof that no builder can have written",
     "mismatch": "too many values differ in sign or by a factor of two",
     "drift": "the values that match are too far away on average",
+    "short_chunk": "a chunk has fewer numbers than top_k, which published proofs cannot bind",
     "nonfinite_replay": "the verifier's own activations are not finite: no verdict on the worker",
 }
 
@@ -94,7 +107,7 @@ class ChunkScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """A verdict. `reason` is a code of `REASONS`, a colon, and a sentence; `chunks` is empty if nothing was compared."""
+    """A verdict. `reason`: a code of `REASONS`, a colon, a sentence. `chunks` is empty if nothing was compared."""
 
     accepted: bool
     reason: str
@@ -106,8 +119,8 @@ class Verification:
 
     @property
     def undecided(self) -> bool:
-        """The verifier's replay failed; the verdict says nothing about the worker."""
-        return self.code == "nonfinite_replay"
+        """The verifier could not compare; the verdict says nothing about the worker."""
+        return self.code in ("nonfinite_replay", "short_chunk")
 
 
 def verify_proofs(
@@ -115,18 +128,19 @@ def verify_proofs(
     proofs: Sequence[bytes],
     *,
     mode: Mode = "strict",
-    thresholds: Thresholds = PRESETS["paper"],  # noqa: B008 (frozen)
+    thresholds: Thresholds = PRESETS["paper"],
     chunk_tokens: int = CHUNK_TOKENS,
     top_k: int = TOP_K,
     prefill: torch.Tensor | None = None,
 ) -> Verification:
     """Holds `proofs` against the verifier's own `states` (bf16 [T, D], any device) for the same tokens.
 
-    Never raises for what stands in `proofs`; raises `ValueError` if the caller's own `states` have another dtype or shape.
+    Never raises for what stands in `proofs`; raises `ValueError` if the caller's own `states` have another dtype or
+    shape.
     `prefill`: the prompt's own states, where the first proof binds the prompt (see `build_proofs`).
     """
-    rules = RULES[mode]
     bits, start_G = chunk_bits(states, chunk_tokens=chunk_tokens, top_k=top_k, prefill=prefill)
+    rules = RULES[mode]
     chunks = start_G.size - 1
     if rules.one_proof_per_chunk and len(proofs) != chunks:
         return _rejected("wrong_count", f"{len(proofs)} proofs for {chunks} chunks of up to {chunk_tokens} tokens")
@@ -138,7 +152,10 @@ def verify_proofs(
     except BadProof as error:
         return _rejected("malformed", str(error))
     start_G = start_G[: compared + 1]
-    index_GK, points_G, finite_G = SELECTIONS[mode](bits, start_G, top_k)
+    try:
+        index_GK, points_G, finite_G = select(bits, start_G, top_k, mode=mode)
+    except CannotProve as error:
+        return _rejected("short_chunk", str(error))
     if rules.replay_finite and not finite_G.all():
         chunk = int(np.flatnonzero(~finite_G)[0])
         return _rejected("nonfinite_replay", f"the verifier's activations of chunk {chunk} are inf or NaN")
@@ -182,16 +199,17 @@ def _rejected(code: str, sentence: str) -> Verification:
 
 
 @njit(cache=True, nogil=True)
-def _distance(u: int, v: int, whole_numbers: bool) -> int:
+def _distance(u: np.int64, v: np.int64, whole_numbers: bool) -> np.int64:
     """How far two bf16 patterns are apart, in units in the last place; 128 stands for a mismatch."""
     magnitude_u, magnitude_v = u & 0x7FFF, v & 0x7FFF
     if whole_numbers:
-        if magnitude_u >= 0x7F80 or (u ^ v) & 0x8000 and magnitude_u > 0 and magnitude_v > 0:
-            return 128  # not a number, or another sign
-        return min(abs(magnitude_u - magnitude_v), 128)  # patterns of one sign are ordered as their numbers
+        if magnitude_u >= INFINITY or ((u ^ v) & 0x8000 and magnitude_u > 0 and magnitude_v > 0):
+            return np.int64(128)  # not a number, or another sign
+        # patterns of one sign are ordered as their numbers
+        return np.minimum(np.abs(magnitude_u - magnitude_v), np.int64(128))
     if magnitude_u >> 7 != magnitude_v >> 7:
-        return 128  # another exponent
-    return abs((u & 0x7F) - (v & 0x7F))
+        return np.int64(128)  # another exponent
+    return np.abs((u & 0x7F) - (v & 0x7F))
 
 
 @njit(cache=True, nogil=True)

@@ -84,7 +84,7 @@ def interpolate_all(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Per chunk: the injective modulus (uint16 [G]; 0 when none exists) and the coefficients (uint16 [G, K]).
 
-    Chunk g has `points_G[g]` <= K points; coefficients from there on are zero, as a polynomial of lower degree has them.
+    Chunk g has `points_G[g]` <= K points; coefficients from there on are zero: the degree is below the points.
     """
     chunks, top_k = index_GK.shape
     modulus_G = np.zeros(chunks, np.uint16)
@@ -104,8 +104,8 @@ def interpolate_all(
 def evaluate(coefficient_K: np.ndarray, x_N: np.ndarray) -> np.ndarray:
     """The polynomial at each x, modulo p (uint32 [N]). Coefficients and x may be any 16-bit numbers.
 
-    Horner over all points at once, so that the inner loop has no chain and the compiler vectorises it. Reduction without
-    division: 2^16 = 39 (mod p), so hi * 2^16 + lo = 39 hi + lo, twice, then one conditional subtraction.
+    Horner over all points at once, so that the inner loop has no chain and the compiler vectorises it. Reduction
+    without division: 2^16 = 39 (mod p), so hi * 2^16 + lo = 39 hi + lo, twice, then one conditional subtraction.
     """
     value_N = np.zeros(x_N.size, np.uint32)
     low, fold, shift, prime = np.uint64(0xFFFF), np.uint64(39), np.uint64(16), np.uint64(PRIME)

@@ -6,14 +6,21 @@ points (index mod m, bf16 bit pattern) of the K largest activations of the chunk
 verifier's own activations.
 
 Two modes, one code path. *published*: byte for byte the proofs of the package toploc 0.1.6. *strict* (the default)
-differs from it: 1) equal magnitudes in the last place: the lower index is bound, on every machine (`top.py`); 2) activations
-that are not finite are refused; 3) a chunk with fewer than K numbers binds all of them, its higher coefficients are zero;
-4) no null proofs: what cannot be proven is an error with a sentence. In both modes: 5) only bf16 is taken, since fp16 proofs
-could be built and never verified, and fp32 has no prime here; 6) tensors may live on any device.
+differs from it:
 
-Gaps that stay, by design of the scheme: a proof binds only the K largest numbers, so *everything outside the top K of a
-chunk can be replaced unseen*; it binds a forward pass, not the sampling of the tokens; and other moduli than the largest
-injective one give other bytes for the same points, so equality of bytes must never be used to tell copies apart.
+1. equal magnitudes in the last place: the lower index is bound, on every machine (`top.py`, `top_published.py`);
+2. activations that are not finite are refused;
+3. a chunk with n < K numbers binds all n, and the coefficients from n on are zero.
+
+In both modes, other than the package:
+
+4. no null proofs: what cannot be proven is a `CannotProve` with a sentence;
+5. bf16 only: the package builds fp16 proofs that nobody can verify, and fp32 does not fit the prime;
+6. tensors may live on any device.
+
+Gaps that stay, by design of the scheme. A proof binds only the K largest numbers: *everything outside the top K of a
+chunk can be replaced unseen*. It binds a forward pass, not the sampling of the tokens. Another injective modulus than
+the largest gives other bytes for the same points, so equality of bytes must not be used to tell copies apart.
 
 Shape legend: T tokens, D hidden size, G chunks, K numbers per proof.
 """
@@ -29,14 +36,15 @@ import numpy as np
 import torch
 
 from refimpl.toploc.field import MODULUS_MAX, PRIME, interpolate_all, inverses
-from refimpl.toploc.top import top_k_all, top_k_torch
+from refimpl.toploc.top import top_k_all
+from refimpl.toploc.top_published import TooFewNumbers, top_k_published
 
 Mode = Literal["strict", "published"]
 CHUNK_TOKENS = 32
 TOP_K = 128
 
 Selection = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray, np.ndarray]]
-SELECTIONS: dict[str, Selection] = {"strict": top_k_all, "published": top_k_torch}
+SELECTIONS: dict[str, Selection] = {"strict": top_k_all, "published": top_k_published}
 
 
 class BadProof(Exception):
@@ -107,10 +115,7 @@ def build_proofs(
     bits, start_G = chunk_bits(states, chunk_tokens=chunk_tokens, top_k=top_k, prefill=prefill)
     if start_G.size == 1:
         return []
-    try:
-        index_GK, points_G, finite_G = SELECTIONS[mode](bits, start_G, top_k)
-    except ValueError as error:
-        raise CannotProve(str(error)) from None
+    index_GK, points_G, finite_G = select(bits, start_G, top_k, mode=mode)
     if not finite_G.all():
         chunk = int(np.flatnonzero(~finite_G)[0])
         raise CannotProve(f"activations of chunk {chunk} are not finite (inf or NaN): there is nothing honest to prove")
@@ -119,6 +124,16 @@ def build_proofs(
     if not modulus_G.all():
         raise CannotProve(f"no modulus up to {MODULUS_MAX} keeps the top {top_k} indices of a chunk apart")
     return [Proof(int(modulus), coefficients) for modulus, coefficients in zip(modulus_G, coefficient_GK, strict=True)]
+
+
+def select(bits: np.ndarray, start_G: np.ndarray, top_k: int, *, mode: Mode) -> tuple[np.ndarray, ...]:
+    """The numbers that a proof binds, chosen as `mode` chooses: indices [G, K], points [G], finite [G] (`top.py`)."""
+    if mode not in SELECTIONS:
+        raise ValueError(f"mode {mode!r}: expected one of {', '.join(SELECTIONS)}")
+    try:
+        return SELECTIONS[mode](bits, start_G, top_k)
+    except TooFewNumbers as error:
+        raise CannotProve(str(error)) from None
 
 
 def chunk_bits(
@@ -134,6 +149,8 @@ def chunk_bits(
     if prefill is None:
         return bits, start_G
     head = _bits(_checked(prefill, "prefill"))
+    if head.size == 0:
+        raise ValueError("prefill has no tokens: leave it out where the prompt is not proven")
     return np.concatenate([head, bits]), np.concatenate([[0], start_G + head.size])
 
 
@@ -148,19 +165,19 @@ def split_prefill(
 
 
 def decode_all(raws: Sequence[bytes], *, top_k: int, mode: Mode) -> tuple[np.ndarray, np.ndarray]:
-    """(moduli int64 [G], coefficients uint16 [G, width]) of many proofs; `BadProof` names the first bad one.
+    """(moduli int64 [G], coefficients uint16 [G, K]) of many proofs; `BadProof` names the first bad one.
 
-    strict: exactly 2 + 2K bytes, 1 < modulus <= 65497, coefficients below the prime. published: as lenient as the package,
-    but without its crashes: any length that holds a coefficient (an odd last byte is dropped), any modulus but zero.
+    strict: exactly 2 + 2K bytes, 1 < modulus <= 65497, coefficients below the prime. published: lenient as the package,
+    without its crashes: one to K coefficients (an odd last byte is dropped), any modulus but zero.
     """
+    size = 2 + 2 * top_k
     for g, raw in enumerate(raws):
         if not isinstance(raw, bytes):
             raise BadProof(f"proof {g} is no byte string but {type(raw).__name__}")
-        if len(raw) != 2 + 2 * top_k and (mode == "strict" or len(raw) < 4):
-            raise BadProof(f"proof {g} has {len(raw)} bytes, expected {2 + 2 * top_k} for {top_k} values")
-    width = max((len(raw) // 2 for raw in raws), default=1)
-    whole = b"".join(raw[: len(raw) // 2 * 2].ljust(2 * width, b"\0") for raw in raws)
-    numbers_GW = np.frombuffer(whole, ">u2").reshape(len(raws), width).astype(np.uint16)
+        if len(raw) != size and (mode == "strict" or not 4 <= len(raw) <= size + 1):
+            raise BadProof(f"proof {g} has {len(raw)} bytes, expected {size} for {top_k} values")
+    whole = b"".join(raw if len(raw) == size else raw[: len(raw) // 2 * 2].ljust(size, b"\0") for raw in raws)
+    numbers_GW = np.frombuffer(whole, ">u2").reshape(len(raws), 1 + top_k).astype(np.uint16)
     modulus_G, coefficient_GK = numbers_GW[:, 0].astype(np.int64), numbers_GW[:, 1:]
     lowest, highest = (2, MODULUS_MAX) if mode == "strict" else (1, 0xFFFF)
     outside = np.flatnonzero((modulus_G < lowest) | (modulus_G > highest))
@@ -176,7 +193,7 @@ def decode_all(raws: Sequence[bytes], *, top_k: int, mode: Mode) -> tuple[np.nda
 def _checked(states: torch.Tensor, what: str) -> torch.Tensor:
     if states.dtype != torch.bfloat16:
         raise CannotProve(f"{what} have dtype {states.dtype}: TOPLOC proofs exist for torch.bfloat16 only")
-    if states.dim() != 2:
+    if states.dim() != 2 or states.shape[1] == 0:
         raise ValueError(f"{what} have shape {tuple(states.shape)}, expected [tokens, hidden]")
     return states
 

@@ -1,4 +1,4 @@
-"""Which numbers of a chunk its proof binds: the K largest in magnitude, exactly, in one pass that touches memory once.
+"""Which numbers of a chunk its proof binds: the K largest in magnitude, exactly, in one pass over memory.
 
 Of 32 x 4096 numbers only 128 matter, and sorting or heaping all of them costs more than the whole rest of a proof. The
 absolute value of a bf16 orders like its bit pattern without the sign, so: take the maximum of every block of 64
@@ -6,9 +6,10 @@ absolute value of a bf16 orders like its bit pattern without the sign, so: take 
 among the few numbers that reach it.
 
 Differs from the original (toploc 0.1.6, which asks torch.topk): where the last place is shared by equal magnitudes, the
-lower flat index wins. torch.topk leaves that choice to the heap of the C++ library at hand (and to another algorithm on a
-GPU), so two honest machines with the very same activations could bind different numbers; bf16 has so few values that a
-shared last place is the rule, not the exception.
+lower flat index wins. torch.topk leaves that choice to the heap of the C++ library at hand (and to another algorithm on
+a GPU), so two honest machines with the very same activations could bind different numbers; bf16 has so few values that
+a shared last place is the rule, not the exception. The choice changes the proof's bytes; the order of the chosen does
+not, since one polynomial goes through a set of points.
 
 Shape legend: N numbers of a chunk, G chunks, K numbers chosen.
 """
@@ -16,7 +17,6 @@ Shape legend: N numbers of a chunk, G chunks, K numbers chosen.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import njit
 
 MAGNITUDE = 0x7FFF  # bf16 without its sign bit
@@ -46,7 +46,7 @@ def _kth_largest(magnitude_N: np.ndarray, k: int) -> tuple[int, int]:
 
 
 @njit(cache=True, nogil=True)
-def _block_maxima(bits_N: np.ndarray) -> np.ndarray:
+def block_maxima(bits_N: np.ndarray) -> np.ndarray:
     """Largest magnitude of each whole block of 64, and of the rest in one more (0 when there is none)."""
     blocks = bits_N.size // BLOCK
     maximum = np.zeros(blocks + 1, np.uint16)
@@ -63,7 +63,7 @@ def _block_maxima(bits_N: np.ndarray) -> np.ndarray:
 @njit(cache=True, nogil=True)
 def _select(bits_N: np.ndarray, k: int, index_K: np.ndarray, candidate: np.ndarray, magnitude: np.ndarray) -> bool:
     """Writes the flat indices of the k largest magnitudes, ascending; returns whether all numbers are finite."""
-    maximum = _block_maxima(bits_N)
+    maximum = block_maxima(bits_N)
     bound = 0
     if maximum.size > k:
         bound, _ = _kth_largest(maximum, k)
@@ -110,24 +110,3 @@ def top_k_all(bits: np.ndarray, start_G: np.ndarray, k: int) -> tuple[np.ndarray
         points_G[g] = min(k, bits_N.size)
         finite_G[g] = _select(bits_N, points_G[g], index_GK[g], candidate, magnitude)
     return index_GK, points_G, finite_G
-
-
-def top_k_torch(bits: np.ndarray, start_G: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`top_k_all` with the choice of torch.topk, as the published package makes it: equal sizes go in one batch."""
-    chunks = start_G.size - 1
-    length_G = np.diff(start_G)
-    if length_G.min(initial=k) < k:
-        raise ValueError(
-            f"a chunk of {length_G.min()} numbers has no top {k}: published proofs need at least top_k numbers"
-        )
-    index_GK = np.zeros((chunks, k), np.int64)
-    values = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-    for length in np.unique(length_G):
-        rows = np.flatnonzero(length_G == length)
-        first, last = start_G[rows[0]], start_G[rows[-1] + 1]
-        if last - first != length * rows.size:  # only a prefill chunk of this very size can lie apart from the others
-            chosen = torch.stack([values[start_G[g] : start_G[g + 1]].abs().topk(k).indices for g in rows])
-        else:
-            chosen = values[first:last].view(rows.size, length).abs().topk(k).indices
-        index_GK[rows] = chosen.numpy()
-    return index_GK, np.full(chunks, k, np.int64), np.ones(chunks, np.bool_)
