@@ -46,7 +46,8 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of each sampled token from the last hidden state and the head's weights.
 
-    Computed in float32 or wider. `slice_cells`: logits that exist at one time (2^24 float32 = 64 MiB, three such while gradients are made).
+    Computed in float32 or wider. `slice_cells`: logits that exist at one time (2^24 float32 = 64 MiB;
+    three such while gradients are made).
     """
     _check(temperature, hidden_ND.shape[0], token_N)
     rows = max(1, slice_cells // weight_VD.shape[0])
