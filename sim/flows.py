@@ -1,0 +1,364 @@
+"""Why: a transfer's duration depends on everything else on the wire; this engine says which rates hold when.
+
+Every transfer is a flow over a few directed links. Rates are weighted max-min fair with an optional bound per flow, and
+hold from one change to the next, so completion times are exact up to rounding: there is no time step.
+
+Two tiers, one answer:
+
+* **Solo.** A flow whose narrowest link (or own bound) nobody else uses, and whose other links have that much to spare,
+  takes exactly that rate and slows nobody. It is a few list look-ups and an entry in a heap of finishing times: most
+  small messages end here.
+* **Core** (`sim/flows_core.py`, compiled by numba on first use, then cached on disk). As soon as a flow could disturb
+  another, it and every solo flow that it touches, directly or through others, go to the incremental solver.
+
+Clock: float seconds of the caller's choosing, never going back. All starts, cancels and capacity changes of one instant
+are solved as one batch, at the next question. `sim/flows_reference.py` is the dull twin that the tests compare with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from sim.flows_core import (
+    CAPACITY,
+    CHANGED_COUNT,
+    HELD_BY,
+    MOVED,
+    SCANS,
+    SHARE,
+    SOLVES,
+    Core,
+    attach,
+    change_capacity,
+    detach,
+    grown,
+    load_on,
+    new_core,
+    run_until,
+    solve,
+)
+
+INFINITY = math.inf
+
+
+class _Solo:
+    """A flow that disturbs nobody: its rate is fixed until something touches its links."""
+
+    __slots__ = ("bound", "links", "rate", "size_bytes", "start_s", "weight")
+
+    def __init__(
+        self, links: Sequence[int], size_bytes: float, rate: float, start_s: float, weight: float, bound: float
+    ) -> None:
+        self.links = links
+        self.size_bytes = size_bytes
+        self.rate = rate
+        self.start_s = start_s
+        self.weight = weight
+        self.bound = bound
+
+
+class FlowEngine:
+    """Links, the flows over them, and when each flow ends. See the module for the idea."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._next_flow = 0
+        # per link; index 0 is no link
+        self._capacity: list[float] = [0.0]
+        self._solo_load: list[float] = [INFINITY]  # sum of solo rates; infinity while the core has flows on the link
+        self._solo_flows: list[dict[int, None]] = [{}]
+        self._core_count: list[int] = [0]
+        self._free_links: list[int] = []  # private links of bounds that have ended
+        # solo tier
+        self._solo: dict[int, _Solo] = {}
+        self._solo_heap: list[tuple[float, int]] = []  # (finish, flow); entries of flows that left are skipped
+        # core tier
+        self._core: Core = new_core()
+        self._path = np.zeros(64, np.int64)
+        self._slot_of: dict[int, int] = {}
+        self._flow_in: list[int] = []  # slot -> flow
+        self._links_in: list[Sequence[int]] = []  # slot -> its links, a private one last if it has a bound
+        self._bound_link_in: list[int] = []  # slot -> private link that is its bound, or 0
+        self._free_slots: list[int] = []
+        self._core_next_s = INFINITY
+        self._core_dirty = False
+        # finished, not yet handed out
+        self._done: list[tuple[float, int]] = []
+
+    # ------------------------------------------------------------ links
+
+    def add_link(self, capacity_bytes_per_s: float) -> int:
+        """A new link; 0 bytes/s means down: flows on it stall. Returns its number, above 0."""
+        if not 0.0 <= capacity_bytes_per_s < INFINITY:
+            raise ValueError(
+                f"link capacity is {capacity_bytes_per_s} bytes/s; expected a finite number, 0 or more "
+                "(a link without a limit needs no link)"
+            )
+        link = self._free_links.pop() if self._free_links else len(self._capacity)
+        if link == len(self._capacity):
+            self._capacity.append(0.0)
+            self._solo_load.append(0.0)
+            self._solo_flows.append({})
+            self._core_count.append(0)
+            if link >= self._core.link_f.shape[1]:
+                self._core = grown(self._core, links=2 * link, flows=0, width=0, pool=0)
+        self._capacity[link] = float(capacity_bytes_per_s)
+        self._core.link_f[CAPACITY, link] = capacity_bytes_per_s
+        return link
+
+    def capacity(self, link: int) -> float:
+        """Bytes/s that the link carries now."""
+        return self._capacity[link]
+
+    def set_capacity(self, now_s: float, link: int, capacity_bytes_per_s: float) -> None:
+        """From `now_s` on the link carries this much (0: its flows stall until it carries again)."""
+        if not 0.0 <= capacity_bytes_per_s < INFINITY:
+            raise ValueError(
+                f"capacity of link {link} is {capacity_bytes_per_s} bytes/s; expected a finite number >= 0"
+            )
+        self._move_to(now_s)
+        if capacity_bytes_per_s == self._capacity[link]:
+            return
+        if self._solo_flows[link]:
+            self._leave_solo((link,))
+        self._capacity[link] = float(capacity_bytes_per_s)
+        change_capacity(self._core, link, float(capacity_bytes_per_s))
+        self._core_dirty = True
+
+    # ------------------------------------------------------------ flows
+
+    def start(
+        self,
+        now_s: float,
+        links: Sequence[int],
+        size_bytes: float,
+        *,
+        weight: float = 1.0,
+        rate_bound_bytes_per_s: float = INFINITY,
+    ) -> int:
+        """Begin to send `size_bytes` over all `links` at once. Returns the flow's number: unique, rising with each start.
+
+        `weight`: how large a share it takes at a full link. Without bytes, or without links and bound, it ends at once.
+        """
+        if now_s != self._now_s:
+            self._move_to(now_s)
+        if not 0.0 <= size_bytes < INFINITY:
+            raise ValueError(f"flow size is {size_bytes} bytes; expected a finite number, 0 or more")
+        flow = self._next_flow = self._next_flow + 1
+        capacity = self._capacity
+        rate = rate_bound_bytes_per_s
+        for link in links:
+            if capacity[link] < rate:
+                rate = capacity[link]
+        if size_bytes == 0.0 or rate == INFINITY:
+            self._done.append((now_s, flow))
+            return flow
+        load = self._solo_load
+        solo = rate > 0.0
+        for link in links:
+            if load[link] + rate > capacity[link]:
+                solo = False
+                break
+        if solo:
+            solo_flows = self._solo_flows
+            for link in links:
+                load[link] += rate
+                solo_flows[link][flow] = None
+            self._solo[flow] = _Solo(links, size_bytes, rate, now_s, weight, rate_bound_bytes_per_s)
+            heappush(self._solo_heap, (now_s + size_bytes / rate, flow))
+            return flow
+        if not 0.0 < weight < INFINITY or not rate_bound_bytes_per_s >= 0.0:
+            raise ValueError(
+                f"flow weight is {weight} and rate bound {rate_bound_bytes_per_s} bytes/s; "
+                "expected a finite weight above 0 and a bound of 0 or more"
+            )
+        self._leave_solo(links)
+        self._join_core(flow, links, size_bytes, weight, rate_bound_bytes_per_s)
+        return flow
+
+    def cancel(self, now_s: float, flow: int) -> float:
+        """Stop a flow. Returns the bytes it had left; 0 when it has finished already. Never reported by `advance` then."""
+        self._move_to(now_s)
+        solo = self._solo.get(flow)
+        if solo is not None:
+            self._end_solo(flow, solo)
+            return max(0.0, solo.size_bytes - solo.rate * (now_s - solo.start_s))
+        if flow in self._slot_of:
+            slot = self._slot_of[flow]
+            left = float(detach(self._core, slot, self._now_s))
+            self._core_dirty = True
+            self._forget(slot)
+            return left
+        for i, (_, finished) in enumerate(self._done):
+            if finished == flow:
+                del self._done[i]
+                return 0.0
+        raise ValueError(f"flow {flow} is not under way; it was never started, or has been reported or cancelled")
+
+    def next_event_s(self) -> float:
+        """When the next flow will end if nothing else happens; infinity when none will."""
+        if self._done:
+            return min(self._done)[0]
+        heap, solo = self._solo_heap, self._solo
+        while heap and heap[0][1] not in solo:
+            heappop(heap)
+        if self._core_dirty:
+            self._solve()
+        if heap and heap[0][0] < self._core_next_s:
+            return heap[0][0]
+        return self._core_next_s
+
+    def advance(self, now_s: float) -> list[tuple[int, float]]:
+        """Move the clock. Returns (flow, finish time) of all that ended by `now_s` and were not returned before, in the
+        order of (finish time, flow number). Flows that end in one instant all carry the same time."""
+        if now_s != self._now_s:
+            self._move_to(now_s)
+        self._collect(now_s)
+        if not self._done:
+            return []
+        self._done.sort()
+        finished = [(flow, finish_s) for finish_s, flow in self._done]
+        self._done.clear()
+        return finished
+
+    # ------------------------------------------------------------ questions
+
+    def rate(self, flow: int) -> float:
+        """Bytes/s at which the flow moves now."""
+        if flow in self._solo:
+            return self._solo[flow].rate
+        if flow not in self._slot_of:
+            raise ValueError(f"flow {flow} is not under way")
+        if self._core_dirty:
+            self._solve()
+        slot = self._slot_of[flow]
+        return float(self._core.flow_f[slot, 0] * self._core.link_f[SHARE, self._core.flow_i[slot, HELD_BY]])
+
+    def link_load(self, link: int) -> float:
+        """Bytes/s that cross the link now."""
+        if self._core_count[link] == 0:
+            return self._solo_load[link]
+        if self._core_dirty:
+            self._solve()
+        return float(load_on(self._core, link))
+
+    def active_flows(self) -> list[int]:
+        """Flows under way (or finished but not yet reported by `advance`), by number."""
+        return sorted([*self._solo, *self._slot_of, *(flow for _, flow in self._done)])
+
+    def flows_on(self, link: int) -> list[int]:
+        """Flows under way on the link, by number."""
+        in_core = [flow for flow, slot in self._slot_of.items() if link in self._links_in[slot]]
+        return sorted([*self._solo_flows[link], *in_core])
+
+    def effort(self) -> dict[str, int]:
+        """How much work the solver did: solves, links scanned, levels that moved."""
+        counters = self._core.counters
+        return {"solves": int(counters[SOLVES]), "scans": int(counters[SCANS]), "moved": int(counters[MOVED])}
+
+    # ------------------------------------------------------------ inside
+
+    def _move_to(self, now_s: float) -> None:
+        """Bring the clock to `now_s`; what ends by then waits in `_done`."""
+        if now_s < self._now_s:
+            raise ValueError(f"time {now_s!r} s lies before the engine's clock {self._now_s!r} s; it never goes back")
+        if not now_s < INFINITY:
+            raise ValueError(f"time is {now_s} s; expected a finite number")
+        if now_s > self._now_s:
+            if self._core_dirty:
+                self._solve()
+            self._collect(now_s)
+            self._now_s = now_s
+
+    def _collect(self, now_s: float) -> None:
+        heap = self._solo_heap
+        while heap and heap[0][0] <= now_s:
+            finish_s, flow = heappop(heap)
+            solo = self._solo.get(flow)
+            if solo is not None:
+                self._end_solo(flow, solo)
+                self._done.append((finish_s, flow))
+        if self._core_dirty:
+            self._solve()
+        if self._core_next_s <= now_s:
+            count, self._core_next_s = run_until(self._core, now_s)
+            slots, times = self._core.done_flow[:count].tolist(), self._core.done_s[:count].tolist()
+            for slot, finish_s in zip(slots, times, strict=True):
+                self._done.append((finish_s, self._flow_in[slot]))
+                self._forget(slot)
+
+    def _end_solo(self, flow: int, solo: _Solo) -> None:
+        del self._solo[flow]
+        load, solo_flows, rate = self._solo_load, self._solo_flows, solo.rate
+        for link in solo.links:
+            others = solo_flows[link]
+            del others[flow]
+            load[link] = load[link] - rate if others else 0.0
+
+    def _leave_solo(self, links: Sequence[int]) -> None:
+        """Hand every solo flow on these links to the core, and all that share links with them, and so on."""
+        waiting = [link for link in links if self._solo_flows[link]]
+        while waiting:
+            for flow in list(self._solo_flows[waiting.pop()]):
+                solo = self._solo[flow]
+                self._end_solo(flow, solo)
+                left = max(0.0, solo.size_bytes - solo.rate * (self._now_s - solo.start_s))
+                self._join_core(flow, solo.links, left, solo.weight, solo.bound)
+                waiting.extend(link for link in solo.links if self._solo_flows[link])
+
+    def _join_core(self, flow: int, links: Sequence[int], size_bytes: float, weight: float, bound: float) -> None:
+        bound_link = 0
+        if bound < INFINITY:
+            bound_link = self.add_link(bound)
+            links = (*links, bound_link)
+        count = len(links)
+        if len(set(links)) != count:
+            raise ValueError(f"links {list(links)} of a flow name one link twice; expected each once")
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot = len(self._flow_in)
+            self._flow_in.append(0)
+            self._links_in.append(())
+            self._bound_link_in.append(0)
+        width = (self._core.flow_i.shape[1] - 2) // 2
+        if slot >= self._core.flow_f.shape[0] or count > width:
+            self._core = grown(self._core, links=0, flows=2 * slot, width=count, pool=0)
+        if count > len(self._path):
+            self._path = np.zeros(2 * count, np.int64)
+        self._path[:count] = links
+        while not attach(self._core, slot, self._path, count, weight, float(size_bytes)):
+            self._core = grown(self._core, links=0, flows=0, width=0, pool=2 * self._core.member_f.shape[1])
+        self._flow_in[slot] = flow
+        self._links_in[slot] = links
+        self._bound_link_in[slot] = bound_link
+        self._slot_of[flow] = slot
+        for link in links:
+            self._core_count[link] += 1
+            self._solo_load[link] = INFINITY
+        self._core_dirty = True
+
+    def _forget(self, slot: int) -> None:
+        """A flow has left the core: free its slot, its private link, and the links that the core no longer uses."""
+        for link in self._links_in[slot]:
+            self._core_count[link] -= 1
+            if self._core_count[link] == 0:
+                self._solo_load[link] = 0.0
+        if self._bound_link_in[slot]:
+            self._free_links.append(self._bound_link_in[slot])
+        del self._slot_of[self._flow_in[slot]]
+        self._links_in[slot] = ()
+        self._free_slots.append(slot)
+
+    def _solve(self) -> None:
+        self._core_next_s = float(solve(self._core, self._now_s))
+        self._core_dirty = False
+
+    @property
+    def is_settled(self) -> bool:
+        """No change is waiting to be solved."""
+        return not self._core_dirty and int(self._core.counters[CHANGED_COUNT]) == 0
