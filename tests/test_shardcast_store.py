@@ -17,16 +17,10 @@ import pytest
 
 from refimpl.identity import Identity, verify
 from refimpl.shardcast import assembly as assembly_module
+from refimpl.shardcast import disk as disk_module
 from refimpl.shardcast import store as store_module
-from refimpl.shardcast.assembly import (
-    MANIFEST_NAME,
-    Assembly,
-    DiskFull,
-    ShardMismatch,
-    StoreError,
-    check_space,
-    place,
-)
+from refimpl.shardcast.assembly import MANIFEST_NAME, Assembly
+from refimpl.shardcast.disk import DiskFull, ShardMismatch, StoreError, check_space, place
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import Header, Manifest
 from refimpl.shardcast.store import VersionStore
@@ -107,6 +101,39 @@ def test_a_shard_from_two_sources_blames_neither(tmp_path: Path) -> None:
     assert caught.value.culprit is None
 
 
+def test_two_transfers_of_one_shard_never_write_over_each_other(tmp_path: Path) -> None:
+    """A hedged request: whoever delivers the next byte first is taken, and hashed; the other's copy is not written."""
+    manifest, shards = make()
+    assembly = Assembly(tmp_path, manifest.header)
+    writer = assembly.writer(0)
+    assert writer.write(shards[0][:600], "relay-1") == 600
+    hedge = assembly.writer(0)
+    assert hedge.write(bytes(500), "liar", offset=100) == 0  # late, and wrong
+    assert hedge.write(shards[0][550:700], "relay-2", offset=550) == 100
+    with pytest.raises(StoreError, match="up to byte 700, this piece begins at 701"):
+        writer.write(shards[0][701:], "relay-1", offset=701)
+    assert writer.write(shards[0][600:], "relay-1", offset=600) == SHARD_BYTES - 700
+    writer.finish(manifest.shards_sha256[0])
+    hedge.finish(manifest.shards_sha256[0])
+    assert hedge.write(shards[0][900:], "relay-2", offset=900) == 0
+    assert assembly.read(0, 0, SHARD_BYTES) == shards[0]
+
+
+def test_a_transfer_of_a_dropped_shard_cannot_touch_its_successor(tmp_path: Path) -> None:
+    manifest, shards = make()
+    assembly = Assembly(tmp_path, manifest.header)
+    stale = assembly.writer(0)
+    stale.write(bytes(SHARD_BYTES), "liar")
+    with pytest.raises(ShardMismatch):
+        stale.finish(manifest.shards_sha256[0])
+    fresh = assembly.writer(0)
+    fresh.write(shards[0], "relay-1")
+    for touch in (lambda: stale.write(b"x", "liar", offset=5), lambda: stale.finish(manifest.shards_sha256[0])):
+        with pytest.raises(StoreError, match="dropped meanwhile"):
+            touch()
+    fresh.finish(manifest.shards_sha256[0])
+
+
 def test_a_body_that_ends_early_is_not_complete_and_one_too_long_is_refused(tmp_path: Path) -> None:
     """H13: a chunked body that ended early counted as complete. The size comes from the signed header."""
     manifest, shards = make()
@@ -148,7 +175,7 @@ def test_after_a_reboot_verified_shards_are_hashed_again_not_fetched(
     raw = bytearray(file.read_bytes())
     raw[SHARD_BYTES + 5] ^= 1  # shard 1 did not reach the disk as it was
     file.write_bytes(raw)
-    monkeypatch.setattr(assembly_module, "_boot_id", lambda: b"another boot".ljust(36))
+    monkeypatch.setattr(assembly_module, "boot_id", lambda: b"another boot".ljust(36))
     again = Assembly(tmp_path, manifest.header)
     assert again.verified(0) and again.verified(2)
     assert not again.verified(1) and again.received(1) == 0
@@ -262,7 +289,7 @@ def test_a_full_disk_leaves_the_old_version_usable(small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(bytes(14_000))  # between the check and the writing
     third, _ = make(3, {"model": random.Random(1).randbytes(29_000)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly_module, "free_bytes", lambda folder: 1 << 40)
+        patch.setattr(disk_module, "free_bytes", lambda folder: 1 << 40)
         with pytest.raises(DiskFull, match="is full: No space left"):
             store.begin(third.header)
     assert store.clean() == []

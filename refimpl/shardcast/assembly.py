@@ -23,55 +23,26 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
+from refimpl.shardcast.disk import (
+    PARTIAL,
+    ShardMismatch,
+    StoreError,
+    boot_id,
+    check_space,
+    full_disk_named,
+    place,
+    read_blocks,
+    sync_folder,
+)
 from refimpl.shardcast.manifest import Header, Manifest
 
-PARTIAL = ".partial-"
 MANIFEST_NAME = ".shardcast.json"  # no file of a version can have this name: it begins with a dot
-BLOCK_BYTES = 1 << 20  # what is read, written or hashed at a time; the memory that one shard costs
 _HEAD = struct.Struct("<8s36s20x")  # magic, boot id
 _RECORD = struct.Struct("<Q32s")  # bytes received; SHA-256, zero until verified
 _MAGIC = b"SHRDPRG1"
 _NOT_VERIFIED = bytes(32)
-
-
-class StoreError(Exception):
-    """Something is wrong on this node's disk. Takes the sentence that says what."""
-
-
-class DiskFull(StoreError):
-    """There is no room for the version; what was there before is untouched."""
-
-
-class ShardMismatch(StoreError):
-    """A shard's bytes are not the ones that the origin signed for; its record was set back to nothing received.
-
-    `culprit` is the one source that all bytes came from, or None when several did (the next try should ask one)."""
-
-    def __init__(self, index: int, expected: bytes, found: bytes, culprit: str | None) -> None:
-        super().__init__(
-            f"shard {index} has SHA-256 {found.hex()[:16]}…, expected {expected.hex()[:16]}…"
-            + (f"; all of it came from {culprit}" if culprit else "; it came from several sources")
-        )
-        self.index, self.expected, self.found, self.culprit = index, expected, found, culprit
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that an ordinary user may still write there."""
-    stat = os.statvfs(folder)
-    return stat.f_bavail * stat.f_frsize
-
-
-def check_space(folder: Path, needed_bytes: int, reserve_bytes: int = 0) -> None:
-    """Raises DiskFull unless `needed_bytes` fit and leave `reserve_bytes` free (1 GB = 10^9 bytes in the message)."""
-    available = free_bytes(folder)
-    if available < needed_bytes + reserve_bytes:
-        raise DiskFull(
-            f"{folder} has {available / 1e9:.3f} GB free, {needed_bytes / 1e9:.3f} GB are needed"
-            + (f" and {reserve_bytes / 1e9:.3f} GB are kept in reserve" if reserve_bytes else "")
-        )
 
 
 class Assembly:
@@ -95,6 +66,7 @@ class Assembly:
         self._payload.mkdir(parents=True, exist_ok=True)
         self._progress = os.open(self.folder / "progress", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._files: list[int] = []
+        self._writers: dict[int, ShardWriter] = {}
         ours = False
         try:
             self._lock()
@@ -138,8 +110,11 @@ class Assembly:
 
     # --------------------------------------------------------------------------------------------- receiving
     def writer(self, index: int) -> ShardWriter:
-        """To receive shard `index` from byte `writer.received` on."""
-        return ShardWriter(self, index)
+        """To receive shard `index` from byte `writer.received` on. There is one per shard, shared by all transfers of
+        it, so that none writes over what another one has delivered."""
+        if index not in self._writers:
+            self._writers[index] = ShardWriter(self, index)
+        return self._writers[index]
 
     def cut(self) -> Iterator[tuple[int, bytes]]:
         """Read the payload once, front to back; yield (index, SHA-256) as each shard has been hashed. `files_sha256`
@@ -148,7 +123,7 @@ class Assembly:
         for index in range(self.layout.shard_count):
             shard = hashlib.sha256()
             for piece in self.layout.pieces(self.layout.shard_offset(index), self.layout.shard_size(index)):
-                for block in _read_blocks(self._files[piece.file], piece.offset, piece.size):
+                for block in read_blocks(self._files[piece.file], piece.offset, piece.size):
                     shard.update(block)
                     whole[piece.file].update(block)
             self._record(index, self.layout.shard_size(index), shard.digest())
@@ -174,7 +149,7 @@ class Assembly:
             if found != expected:
                 self.reset(index)
                 raise ShardMismatch(index, expected, found, None)
-        with _full_disk_named(self.root):
+        with full_disk_named(self.root):
             with open(self._payload / MANIFEST_NAME, "wb") as file:
                 file.write(manifest.encode())
                 file.flush()
@@ -182,7 +157,7 @@ class Assembly:
             if durable:
                 for descriptor in self._files:
                     os.fsync(descriptor)
-                _sync_folder(self._payload)
+                sync_folder(self._payload)
         target = self.root / manifest.label
         try:
             os.rename(self._payload, target)
@@ -191,13 +166,14 @@ class Assembly:
                 raise
             # the same content is there already (its name is its hash); this copy is not needed
         if durable:
-            _sync_folder(self.root)
+            sync_folder(self.root)
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         return target
 
     def reset(self, index: int) -> None:
         """Forget what was received of a shard."""
+        self._writers.pop(index, None)
         self._record(index, 0, _NOT_VERIFIED)
 
     def abandon(self) -> None:
@@ -225,7 +201,7 @@ class Assembly:
         check_space(self.root, max(0, self.layout.size_bytes - have), reserve_bytes)
         for path, size in zip(paths, self.layout.sizes_bytes, strict=True):
             self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-            with _full_disk_named(self.root):
+            with full_disk_named(self.root):
                 if size:
                     os.posix_fallocate(self._files[-1], 0, size)  # no surprise in mid-transfer
             os.ftruncate(self._files[-1], size)
@@ -244,7 +220,7 @@ class Assembly:
             return self._write_progress([0] * count, [_NOT_VERIFIED] * count)
         records = [_RECORD.unpack_from(raw, _HEAD.size + i * _RECORD.size) for i in range(count)]
         sha256 = [digest for _, digest in records]
-        if _HEAD.unpack_from(raw)[1] == _boot_id():
+        if _HEAD.unpack_from(raw)[1] == boot_id():
             return [min(r, self.layout.shard_size(i)) for i, (r, _) in enumerate(records)], sha256
         # after a reboot: trust nothing that was not hashed, and hash the rest again
         good = [digest != _NOT_VERIFIED and self._hash(i) == digest for i, digest in enumerate(sha256)]
@@ -255,7 +231,7 @@ class Assembly:
 
     def _write_progress(self, received: list[int], sha256: list[bytes]) -> tuple[list[int], list[bytes]]:
         records = b"".join(_RECORD.pack(r, s) for r, s in zip(received, sha256, strict=True))
-        os.pwrite(self._progress, _HEAD.pack(_MAGIC, _boot_id()) + records, 0)
+        os.pwrite(self._progress, _HEAD.pack(_MAGIC, boot_id()) + records, 0)
         return received, sha256
 
     def _record(self, index: int, received: int, sha256: bytes) -> None:
@@ -270,10 +246,10 @@ class Assembly:
 
     def _read_stream(self, offset: int, size: int) -> Iterator[bytes]:
         for piece in self.layout.pieces(offset, size):
-            yield from _read_blocks(self._files[piece.file], piece.offset, piece.size)
+            yield from read_blocks(self._files[piece.file], piece.offset, piece.size)
 
     def _write_stream(self, offset: int, data: memoryview) -> None:
-        with _full_disk_named(self.root):
+        with full_disk_named(self.root):
             for piece in self.layout.pieces(offset, len(data)):
                 part, data = data[: piece.size], data[piece.size :]
                 at = piece.offset
@@ -302,20 +278,35 @@ class ShardWriter:
             for block in assembly._read_stream(self._offset, self.received):
                 self._hash.update(block)
 
-    def write(self, data: bytes | bytearray | memoryview, source: str = "") -> None:
-        """Append. Raises StoreError when the shard would become longer than it is, DiskFull when the disk is."""
+    def write(self, data: bytes | bytearray | memoryview, source: str, offset: int | None = None) -> int:
+        """Take `data`, which begins at byte `offset` of the shard (by default where the last piece ended), and return
+        how many bytes were new: what another transfer has delivered already is not written again. Raises StoreError
+        when there is a gap or too much, or when the shard was dropped meanwhile; DiskFull when the disk is full."""
+        if self._assembly.verified(self.index):
+            return 0
+        self._check_open()
         view = memoryview(data).cast("B")
-        if self.received + len(view) > self.size_bytes:
-            raise StoreError(f"{source or 'a source'} sent more than the {self.size_bytes} bytes of shard {self.index}")
+        start = self.received if offset is None else offset
+        if start > self.received:
+            raise StoreError(f"shard {self.index} is here up to byte {self.received}, this piece begins at {start}")
+        if start + len(view) > self.size_bytes:
+            raise StoreError(f"{source} sent more than the {self.size_bytes} bytes of shard {self.index}")
+        view = view[self.received - start :]
+        if not view:
+            return 0
         self._assembly._write_stream(self._offset + self.received, view)
         self._hash.update(view)
         self.received += len(view)
         self._sources.add(source)
         self._assembly._record(self.index, self.received, _NOT_VERIFIED)
+        return len(view)
 
     def finish(self, sha256: bytes) -> None:
-        """All bytes are here: verify. Raises StoreError when bytes are missing (they are kept), ShardMismatch when they
-        are wrong (they are dropped)."""
+        """All bytes are here: verify; once verified, more is no harm. Raises StoreError when bytes are missing (they
+        are kept) or the shard was dropped meanwhile, ShardMismatch when they are wrong (they are dropped)."""
+        if self._assembly.verified(self.index):
+            return
+        self._check_open()
         if self.received != self.size_bytes:
             raise StoreError(f"shard {self.index} ended after {self.received} of {self.size_bytes} bytes")
         found = self._hash.digest()
@@ -324,61 +315,8 @@ class ShardWriter:
             culprit = next(iter(self._sources)) if len(self._sources) == 1 else None
             raise ShardMismatch(self.index, sha256, found, culprit)
         self._assembly._record(self.index, self.size_bytes, found)
+        self._assembly._writers.pop(self.index)
 
-
-# ------------------------------------------------------------------------------------------------------------ files
-def place(source: Path, target: Path, *, copy: bool = False) -> None:
-    """Make `source` appear at `target` in one step, over whatever is there: a link where possible, else a copy."""
-    hidden = target.with_name(f"{PARTIAL}{target.name}.{os.getpid()}")
-    hidden.unlink(missing_ok=True)
-    try:
-        with _full_disk_named(target.parent):
-            if copy or not _linked(source, hidden):
-                shutil.copyfile(source, hidden)
-            os.replace(hidden, target)
-    finally:
-        hidden.unlink(missing_ok=True)
-
-
-def _linked(source: Path, target: Path) -> bool:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        return False
-    return True
-
-
-@contextmanager
-def _full_disk_named(folder: Path) -> Iterator[None]:
-    """Turns the system's "no space left" into a DiskFull that says where."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"{folder} is full: {error.strerror}") from error
-        raise
-
-
-def _read_blocks(descriptor: int, offset: int, size: int) -> Iterator[bytes]:
-    while size:
-        block = os.pread(descriptor, min(size, BLOCK_BYTES), offset)
-        if not block:
-            raise StoreError(f"a file ended {size} bytes early: it was changed under our hands")
-        yield block
-        offset, size = offset + len(block), size - len(block)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _boot_id() -> bytes:
-    """Names the time since the last boot; where the system does not say, every start counts as a new one."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()[:36].ljust(36)
-    except OSError:
-        return os.urandom(36)
+    def _check_open(self) -> None:
+        if self._assembly._writers.get(self.index) is not self:
+            raise StoreError(f"what was received of shard {self.index} was dropped meanwhile")

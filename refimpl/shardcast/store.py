@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from refimpl.shardcast.assembly import MANIFEST_NAME, PARTIAL, Assembly, StoreError
+from refimpl.shardcast.assembly import MANIFEST_NAME, Assembly
+from refimpl.shardcast.disk import PARTIAL, StoreError, read_blocks
 from refimpl.shardcast.document import ManifestError
 from refimpl.shardcast.manifest import MANIFEST_BYTES_MAX, Header, Manifest, Verify
 
@@ -98,11 +99,9 @@ class VersionStore:
             try:
                 for path, offset, size in self.parts(manifest, index):
                     with open(path, "rb") as file:
-                        file.seek(offset)
-                        while size > 0 and (block := file.read(min(size, 1 << 20))):
+                        for block in read_blocks(file.fileno(), offset, size):
                             digest.update(block)
-                            size -= len(block)
-            except OSError:
+            except (OSError, StoreError):  # unreadable, or too short
                 digest = hashlib.sha256()
             if digest.digest() != expected:
                 bad.append(index)
