@@ -298,8 +298,8 @@ class Relay:
 def fluid(
     policy: RelayChoice, relays: dict[str, Relay], *, shards: int, size: int, downlink: float, seed: int
 ) -> float:
-    """Seconds until all shards are there, in a fluid model: relays share their rate, the client its downlink. Each relay
-    is probed once with 1 MB first, as the original does."""
+    """Seconds until all shards are there, in a fluid model: relays share their rate, the client its downlink. Each
+    relay is probed once with 1 MB first, as the original does."""
     for name, relay in relays.items():
         policy.begin(name, 0.0, MB)
         policy.observe(name, MB, relay.rtt_s + MB / relay.rate, True, first_byte_s=relay.rtt_s)
