@@ -177,10 +177,9 @@ def _read_array(reader: _Reader, what: str) -> np.ndarray:
         raise BadMessage(f"{what} has {dimensions} dimensions, {TENSOR_DIMENSIONS_MAX} at most were expected")
     shape = [_U64.unpack(reader.take(8, what))[0] for _ in range(dimensions)]
     dtype = np.dtype(DTYPES[code])
-    count = math.prod(shape)
-    if any(length >= 1 << 48 for length in shape):
+    if math.prod(max(length, 1) for length in shape) > FRAME_BYTES_MAX:  # also where one length is 0
         raise BadMessage(f"{what} has shape {shape}, which no frame can hold")
-    raw = reader.take_body(count * dtype.itemsize, what)
+    raw = reader.take_body(math.prod(shape) * dtype.itemsize, what)
     return np.frombuffer(raw, dtype).reshape(shape)
 
 

@@ -18,8 +18,6 @@ from refimpl.calls import Patience, call_patiently
 from refimpl.identity import address_of, verify
 from refimpl.journal import Journal
 from refimpl.messages import Message, RecordVerdict, Submission, Verdict, submission_bytes
-from refimpl.toploc.check import PRESETS, Thresholds, Verification, verify_proofs
-from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, BadProof, Mode, Proof, chunk_count
 from refimpl.work import Work
 from refimpl.world import CallError, World
 
@@ -39,15 +37,46 @@ CODES = {
 """Every word a verdict may carry."""
 
 
-class Replayer(Protocol):
-    """What a validator needs of its engine."""
+class Outcome(Protocol):
+    """What a check says of one submission."""
 
-    def replay(self, prompts: Sequence[Sequence[int]], answers: Sequence[Any]) -> list[Any]:
-        """Per sequence an object whose `states` [n, hidden] are the activations that chose each answer token."""
+    @property
+    def accepted(self) -> bool: ...
+
+    @property
+    def undecided(self) -> bool:
+        """The check could not be made; says nothing about the worker."""
         ...
 
-    def replay_work(self, prompts: Sequence[Sequence[int]], answers: Sequence[Any]) -> Work:
-        """What that costs."""
+    @property
+    def code(self) -> str:
+        """A word of `CODES`, when not accepted."""
+        ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def chunks(self) -> Sequence[Any]:
+        """Scores per chunk, when proofs were compared."""
+        ...
+
+
+class Checker(Protocol):
+    """Proof checking as the validator sees it: `toploc.checker` does it with a real model."""
+
+    def precheck(self, submission: Submission) -> tuple[str, str] | None:
+        """What can be said of the proofs without a model: (code, sentence) when they are bad."""
+        ...
+
+    def work(self, prompts: Sequence[Sequence[int]], submissions: Sequence[Submission]) -> Work:
+        """What `check` costs."""
+        ...
+
+    def check(
+        self, prompts: Sequence[Sequence[int]], submissions: Sequence[Submission]
+    ) -> Sequence[Outcome | Exception]:
+        """One outcome per submission, or the exception that its check ended with."""
         ...
 
 
@@ -59,10 +88,6 @@ class ValidatorConfig:
     checkpoint: str  # content hash of the weights in force
     vocabulary: int
     answer_tokens_max: int
-    mode: Mode = "strict"
-    thresholds: Thresholds = PRESETS["paper"]
-    chunk_tokens: int = CHUNK_TOKENS
-    top_k: int = TOP_K
     batch: int = 8  # submissions replayed together
     patience: Patience = Patience()
 
@@ -74,13 +99,14 @@ class Validator:
         self,
         world: World,
         config: ValidatorConfig,
-        engine: Replayer,
+        checker: Checker,
         prompt_of: Callable[[int], Sequence[int]],
-        problem_of: Callable[[str, Submission], int],
+        problem_of: Callable[[str, Submission], int | None],
         journal: Journal,
     ) -> None:
-        """`problem_of(address, submission)` is the problem that the deterministic rule gives this submission."""
-        self.world, self.config, self.engine = world, config, engine
+        """`problem_of(address, submission)` is the problem that the deterministic rule gives for the step, counter and
+        index that the submission names; None when no such assignment is given out."""
+        self.world, self.config, self.checker = world, config, checker
         self.prompt_of, self.problem_of, self.journal = prompt_of, problem_of, journal
         self.stopped = False
         self._queue: list[tuple[str, Submission]] = []
@@ -126,7 +152,7 @@ class Validator:
     async def _judge(self, batch: list[tuple[str, Submission]]) -> None:
         """Verdicts for `batch`: cheap checks one by one, one replay for those that pass them."""
         verdicts: dict[str, Verdict] = {}
-        outcomes: dict[str, Verification] = {}
+        outcomes: dict[str, Outcome] = {}
         replayable: list[tuple[str, Submission]] = []
         for identifier, submission in batch:
             try:
@@ -140,9 +166,9 @@ class Validator:
                 verdicts[identifier] = Verdict(identifier, False, code, reason)
         if replayable:
             prompts = [self.prompt_of(submission.problem_id) for _, submission in replayable]
-            answers = [submission.tokens for _, submission in replayable]
+            submissions = [submission for _, submission in replayable]
             results = await self.world.compute(
-                self.engine.replay_work(prompts, answers), lambda: self._replay(replayable, prompts, answers)
+                self.checker.work(prompts, submissions), lambda: self.checker.check(prompts, submissions)
             )
             for (identifier, _), result in zip(replayable, results, strict=True):
                 if isinstance(result, Exception):
@@ -171,42 +197,14 @@ class Validator:
         if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
             return "bad_logprobs", "log-probabilities must be finite and 0 at most"
         expected = self.problem_of(address_of(submission.public_key), submission)
+        if expected is None:
+            place = f"step {submission.step}, assignment {submission.counter}, index {submission.index}"
+            return "wrong_problem", f"{place}: no such assignment is given out"
         if submission.problem_id != expected:
             return "wrong_problem", f"answers problem {submission.problem_id}, the rule gives {expected}"
-        chunks = chunk_count(tokens.size, chunk_tokens=config.chunk_tokens)
-        if config.mode == "strict":
-            if len(submission.proofs) != chunks:
-                return "wrong_count", f"{len(submission.proofs)} proofs for {chunks} chunks"
-            for place, raw in enumerate(submission.proofs):
-                try:
-                    Proof.decode(raw, top_k=config.top_k)
-                except BadProof as error:
-                    return "malformed", f"proof {place}: {error}"
-        return "ok", CODES["ok"]
+        return self.checker.precheck(submission) or ("ok", CODES["ok"])
 
-    def _replay(
-        self, batch: list[tuple[str, Submission]], prompts: list[Sequence[int]], answers: list[Any]
-    ) -> list[Verification | Exception]:
-        config = self.config
-        replays = self.engine.replay(prompts, answers)
-        outcomes: list[Verification | Exception] = []
-        for (_, submission), replay in zip(batch, replays, strict=True):
-            try:
-                outcomes.append(
-                    verify_proofs(
-                        replay.states,
-                        submission.proofs,
-                        mode=config.mode,
-                        thresholds=config.thresholds,
-                        chunk_tokens=config.chunk_tokens,
-                        top_k=config.top_k,
-                    )
-                )
-            except Exception as error:
-                outcomes.append(error)
-        return outcomes
-
-    async def _say(self, submission: Submission, verdict: Verdict, outcome: Verification | None) -> None:
+    async def _say(self, submission: Submission, verdict: Verdict, outcome: Outcome | None) -> None:
         """Record a verdict everywhere it belongs: journal, ledger, and then whoever waits for it."""
         assert verdict.code in CODES, verdict.code
         scores = outcome.chunks if outcome is not None else ()

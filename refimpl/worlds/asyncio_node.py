@@ -138,6 +138,10 @@ class AsyncioNode:
     def paced(self) -> bool:
         return self.uplink.bytes_per_s is not None or self.downlink.bytes_per_s is not None
 
+    def start_clock(self, started_s: float) -> None:
+        """The run begins at this reading of the monotonic clock."""
+        self._started_s = started_s
+
     def now(self) -> float:
         return time.monotonic() - self._started_s
 

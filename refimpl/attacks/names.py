@@ -1,0 +1,23 @@
+"""Names of every behaviour, honest or not, for those who must not import torch to know them.
+
+`tests/test_attacks.py` holds this list equal to the tables in `honest.py` and `attacks.py`.
+"""
+
+HONEST = ("honest", "honest-fp32", "honest-batch1", "honest-eager", "honest-split")
+
+CHEATS = (
+    "weights-4bit",
+    "weights-8bit",
+    "layers-skipped",
+    "other-checkpoint",
+    "prompt-altered",
+    "kv-8bit",
+    "sign-flipped",
+    "proofs-too-few",
+    "proofs-null",
+    "proofs-garbage",
+    "proof-copied",
+    "cheap-tokens",
+)
+
+BEHAVIOURS = HONEST + CHEATS

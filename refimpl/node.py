@@ -1,0 +1,61 @@
+"""`python -m refimpl.node CONFIG.json`: one node of a swarm as a process, over HTTP.
+
+CONFIG.json holds name, role, behaviour, line (uplink_mbit_s, downlink_mbit_s, latency_ms), journal (a file), threads,
+and the swarm's plan. `refimpl/worlds/process.py` says how a parent starts and stops it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from refimpl.engine import set_threads
+from refimpl.swarm import RealEngines, Seat, SwarmPlan, take_seat
+from refimpl.testnet.ledger import LedgerRules
+from refimpl.workshop import Agreement
+from refimpl.world import Signal, World
+from refimpl.worlds.asyncio_node import Line
+from refimpl.worlds.process import run_process
+
+
+def plan_from_json(fields: dict[str, Any]) -> SwarmPlan:
+    """The inverse of `dataclasses.asdict(plan)`."""
+    return SwarmPlan(
+        **{**fields, "agreement": Agreement(**fields["agreement"]), "rules": LedgerRules(**fields["rules"])}
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0: the node's part is done; 1: a task failed; 2: usage."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print(__doc__, file=sys.stderr)
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    config = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    set_threads(config["processes"])
+    plan = plan_from_json(config["plan"])
+    engines = RealEngines(plan.agreement)
+    if config["role"] == "worker":
+        engines.worker_engine(config["behaviour"])  # before the clock starts
+    elif config["role"] == "validator":
+        engines.decoder()
+
+    with Path(config["journal"]).open("w", encoding="utf-8") as lines:
+
+        async def part(world: World, stop: Signal) -> None:
+            def journal(kind: str, /, **values: Any) -> None:
+                record = {"t_ns": round(world.now() * 1e9), "kind": kind, "node": world.name, **values}
+                lines.write(json.dumps(record, separators=(",", ":")) + "\n")
+                lines.flush()
+
+            seat = Seat(
+                world=world, plan=plan, engines=engines, stop=stop, behaviour=config["behaviour"], journal=journal
+            )
+            await take_seat(config["role"], seat)
+
+        return run_process(config["name"], part, run_seed=plan.run_seed, line=Line(**config["line"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""The main path, read this first: which roles a swarm has, and how each is wired to the world it runs in.
+
+    ledger         keeps accounts: stake, rewards, slashing                     refimpl/testnet/registry.py
+    orchestrator   hands out prompts by a deterministic rule                    refimpl/testnet/orchestrator.py
+    worker         generates answers, with a proof of how                       refimpl/testnet/worker.py
+    validator      replays answers with the right model, accepts or rejects     refimpl/toploc/validator.py
+
+A role is written once against the port (`refimpl/world.py`). `take_seat` gives it a world, and the same role then runs
+as a process over HTTP (`python -m refimpl.node`), or among thousands in the simulator (`python -m sim run`). What a
+worker does honestly or not is the engine that it is given (`refimpl/attacks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from refimpl.attacks.cheats import CHEATS
+from refimpl.attacks.honest import HONEST
+from refimpl.identity import Identity
+from refimpl.journal import Journal, silent
+from refimpl.messages import Submission
+from refimpl.testnet.ledger import LedgerRules, MemoryLedger
+from refimpl.testnet.orchestrator import Orchestrator, OrchestratorConfig
+from refimpl.testnet.problems import choose_problems
+from refimpl.testnet.registry import Registry, RegistryConfig
+from refimpl.testnet.worker import Worker, WorkerConfig
+from refimpl.toploc.check import PRESETS
+from refimpl.toploc.checker import CheckerConfig, ToplocChecker
+from refimpl.toploc.proof import Mode
+from refimpl.toploc.validator import Validator, ValidatorConfig
+from refimpl.workshop import Agreement, Workshop
+from refimpl.world import Signal, World
+
+BEHAVIOURS: dict[str, Callable[[Workshop], Any]] = {**HONEST, **CHEATS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmPlan:
+    """Everything that the nodes of one swarm have in common. Plain values: it travels as JSON to other processes."""
+
+    run_seed: int
+    agreement: Agreement
+    assignments: int  # per worker
+    mode: Mode = "strict"
+    thresholds: str = "paper"  # a name in `refimpl.toploc.check.PRESETS`
+    validator_batch: int = 8
+    stake: float = 1000.0
+    rules: LedgerRules = field(default_factory=LedgerRules)
+    ledger: str = "ledger"  # node names
+    orchestrator: str = "orchestrator"
+    validator: str = "validator"
+
+
+class Engines(Protocol):
+    """Where a swarm's engines come from: real ones, or the simulator's stand-ins."""
+
+    checkpoint: str
+    problem_count: int
+    vocabulary: int
+
+    def worker_engine(self, behaviour: str) -> Any: ...
+
+    def checker(self, plan: SwarmPlan) -> Any: ...
+
+    def prompt_of(self, problem_id: int) -> Any: ...
+
+
+class RealEngines(Workshop):
+    """Engines that run the model."""
+
+    @property
+    def vocabulary(self) -> int:
+        return self.decoder().config.vocabulary
+
+    def worker_engine(self, behaviour: str) -> Any:
+        return self.once(behaviour, BEHAVIOURS[behaviour])
+
+    def checker(self, plan: SwarmPlan) -> Any:
+        config = CheckerConfig(mode=plan.mode, thresholds=PRESETS[plan.thresholds])
+        return ToplocChecker(self.engine(self.decoder()), config, hidden=self.decoder().config.hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One node's place in the swarm."""
+
+    world: World
+    plan: SwarmPlan
+    engines: Engines
+    stop: Signal  # set when the run is over; workers end by themselves
+    behaviour: str = "honest"
+    journal: Journal = silent
+
+
+async def ledger(seat: Seat) -> None:
+    """Keeps accounts until the run is over."""
+    config = RegistryConfig(validators=frozenset({seat.plan.validator}))
+    Registry(seat.world, config, MemoryLedger(seat.plan.rules), seat.journal).serve()
+    await seat.stop.wait()
+
+
+async def orchestrator(seat: Seat) -> None:
+    """Hands out prompts until the run is over."""
+    config = OrchestratorConfig(
+        ledger=seat.plan.ledger,
+        dataset_length=seat.engines.problem_count,
+        batch=seat.plan.agreement.batch,
+        assignments=seat.plan.assignments,
+    )
+    Orchestrator(seat.world, config, seat.journal).serve()
+    await seat.stop.wait()
+
+
+async def validator(seat: Seat) -> None:
+    """Judges submissions until the run is over."""
+    plan, engines = seat.plan, seat.engines
+
+    def problem_of(address: str, submission: Submission) -> int | None:
+        given = 1 <= submission.counter <= plan.assignments and 0 <= submission.index < plan.agreement.batch
+        if submission.step != 0 or not given:
+            return None
+        choice = choose_problems(
+            address,
+            step=submission.step,
+            counter=submission.counter,
+            dataset_length=engines.problem_count,
+            count=plan.agreement.batch,
+        )
+        return int(choice.problem_ids[submission.index])
+
+    config = ValidatorConfig(
+        ledger=plan.ledger,
+        checkpoint=engines.checkpoint,
+        vocabulary=engines.vocabulary,
+        answer_tokens_max=plan.agreement.answer_tokens_max,
+        batch=plan.validator_batch,
+    )
+    role = Validator(seat.world, config, engines.checker(plan), engines.prompt_of, problem_of, seat.journal)
+    role.serve()
+    seat.world.spawn(role.run(), "validator")
+    await seat.stop.wait()
+    role.stop()
+
+
+async def worker(seat: Seat) -> None:
+    """Works until its assignments are done or it is ejected."""
+    plan = seat.plan
+    config = WorkerConfig(
+        orchestrator=plan.orchestrator,
+        validator=plan.validator,
+        ledger=plan.ledger,
+        checkpoint=seat.engines.checkpoint,
+        stake=plan.stake,
+    )
+    identity = Identity.from_seed(plan.run_seed, seat.world.name)
+    engine = seat.engines.worker_engine(seat.behaviour)
+    await Worker(seat.world, config, identity, engine, seat.engines.prompt_of, seat.journal).run()
+
+
+ROLES: dict[str, Callable[[Seat], Coroutine[Any, Any, None]]] = {
+    "ledger": ledger,
+    "orchestrator": orchestrator,
+    "validator": validator,
+    "worker": worker,
+}
+SERVICES = ("ledger", "orchestrator", "validator")  # they serve until they are told to stop; the others end
+
+
+def take_seat(role: str, seat: Seat) -> Coroutine[Any, Any, None]:
+    """The coroutine that is this node's part in the swarm."""
+    return ROLES[role](seat)

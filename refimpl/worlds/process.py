@@ -1,0 +1,61 @@
+"""One node as a process of its own, under a parent that starts and stops it over its standard streams.
+
+    child -> parent   {"url": "http://127.0.0.1:40123"}          it listens
+    parent -> child   {"book": {name: url}, "started_s": 12.5}   the run begins, at this reading of the monotonic clock
+    parent -> child   (end of input)                             stop; also what a child sees when its parent dies
+    child exits       0: its part is done; 1: a task failed, and standard error says which
+
+Several machines: the same lines over any channel; `started_s` is then left out, and each node's clock starts at zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from refimpl.world import Signal, TaskFailed
+from refimpl.worlds.asyncio_node import Line, Supervisor
+from refimpl.worlds.http import HttpWorld
+
+Main = Callable[[HttpWorld, Signal], Coroutine[Any, Any, None]]
+"""A node's whole part: `main(world, stop)` ends when the part is done or `stop` is set."""
+
+
+def run_process(name: str, main: Main, *, run_seed: int, line: Line, host: str = "127.0.0.1") -> int:
+    """Live as node `name` until its part is done or its parent says stop. Returns the exit code."""
+    return asyncio.run(_live(name, main, run_seed, line, host))
+
+
+async def _live(name: str, main: Main, run_seed: int, line: Line, host: str) -> int:
+    orders = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    supervisor, book = Supervisor(), {}  # type: tuple[Supervisor, dict[str, str]]
+    world = HttpWorld(name, book=book, supervisor=supervisor, run_seed=run_seed, line=line)
+    print(json.dumps({"url": await world.start(host)}), flush=True)
+    stop = world.signal()
+    try:
+        begin = await orders.readline()
+        if not begin:
+            return 0
+        order = json.loads(begin)
+        book.update(order["book"])
+        world.start_clock(order.get("started_s", time.monotonic()))
+
+        async def listen() -> None:
+            while await orders.readline():
+                pass
+            stop.set()
+
+        listening = asyncio.ensure_future(listen())
+        await supervisor.run(main(world, stop))
+        listening.cancel()
+    except TaskFailed as failure:
+        print(failure, file=sys.stderr, flush=True)
+        return 1
+    finally:
+        await world.stop()
+    return 0

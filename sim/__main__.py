@@ -1,0 +1,69 @@
+"""`python -m sim`: run scenarios and read what they left."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from sim.scenario import ScenarioError, known_scenarios, load_scenario
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code 0: done; 2: what was asked cannot be done, and a sentence says why."""
+    parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, text in (
+        ("run", "simulate a scenario in virtual time"),
+        ("swarm", "run a scenario as real processes on this machine"),
+    ):
+        sub = commands.add_parser(command, help=text, description=text)
+        sub.add_argument("scenario", help=f"a name ({', '.join(known_scenarios())}) or a .toml file")
+        sub.add_argument("--seed", type=int, help="instead of the scenario's own")
+        sub.add_argument("--model", help="a folder or hub id, instead of the scenario's own")
+        sub.add_argument("--runs", type=Path, default=Path("runs"), help="where the run's folder goes (default: runs)")
+    options = parser.parse_args(arguments)
+    try:
+        return COMMANDS[options.command](options)
+    except ScenarioError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    scenario = load_scenario(options.scenario)
+    # imported here: a bad scenario is refused at once, without waiting for torch
+    from refimpl.model.prepare import PrepareError, prepare
+    from sim.run import run_scenario
+
+    try:
+        model = prepare(options.model or scenario.model.path)
+    except PrepareError as error:
+        print(error, file=sys.stderr)
+        return 2
+    seed = scenario.seed if options.seed is None else options.seed
+    name = Path(options.scenario).stem
+    run_scenario(scenario, name=name, seed=seed, model_path=str(model), runs=options.runs)
+    return 0
+
+
+def _swarm(options: argparse.Namespace) -> int:
+    scenario = load_scenario(options.scenario)
+    from refimpl.model.prepare import PrepareError, prepare
+    from sim.processes import run_processes
+
+    try:
+        model = prepare(options.model or scenario.model.path)
+    except PrepareError as error:
+        print(error, file=sys.stderr)
+        return 2
+    seed = scenario.seed if options.seed is None else options.seed
+    name = Path(options.scenario).stem
+    run_processes(scenario, name=f"swarm-{name}", seed=seed, model_path=str(model), runs=options.runs)
+    return 0
+
+
+COMMANDS = {"run": _run, "swarm": _swarm}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Two pictures of an adversarial run: how far the scores of cheats lie from honest noise, and when they were caught."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+SECOND_NS = 1_000_000_000
+HONEST_COLOUR, CHEAT_COLOUR, BOUND_COLOUR = "#2a6f97", "#c1440e", "#222222"
+
+Events = Iterable[Mapping[str, Any]]
+
+
+def worst_scores(events: Events, behaviour_of: Mapping[str, str]) -> dict[str, list[tuple[float, float]]]:
+    """Per behaviour, each submission's worst chunk: (mismatches, mean error)."""
+    worker_of: dict[str, str] = {}
+    scores: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if event["kind"] == "registered":
+            worker_of[event["public_key"]] = event["worker"]
+        elif event["kind"] == "judged" and event["mismatches"] and event["public_key"] in worker_of:
+            behaviour = behaviour_of[worker_of[event["public_key"]]]
+            scores.setdefault(behaviour, []).append((max(event["mismatches"]), max(event["mean_errors"])))
+    return scores
+
+
+def plot_scores(
+    path: Path,
+    scores: Mapping[str, list[tuple[float, float]]],
+    honest: Iterable[str],
+    *,
+    bounds: tuple[float, float],
+    title: str,
+) -> None:
+    """Distributions per behaviour of the two scores, with the thresholds drawn."""
+    honest = set(honest)
+    names = sorted(scores, key=lambda name: (name not in honest, list(scores).index(name)), reverse=True)
+    if not names:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(11, 0.42 * len(names) + 1.9), sharey=True, layout="constrained")
+    labels = ("values that differ, worst chunk (of 128)", "mean error of the others, worst chunk (ulp)")
+    for place, (axis, label, bound) in enumerate(zip(axes, labels, bounds, strict=True)):
+        for height, name in enumerate(names):
+            values = [pair[place] for pair in scores[name]]
+            colour = HONEST_COLOUR if name in honest else CHEAT_COLOUR
+            spread = [height + 0.32 * (((i * 0.618034) % 1.0) - 0.5) for i in range(len(values))]
+            axis.scatter(values, spread, s=9, alpha=0.55, color=colour, linewidths=0)
+            axis.plot([sorted(values)[len(values) // 2]] * 2, [height - 0.3, height + 0.3], color=colour, lw=2)
+        axis.axvline(bound, color=BOUND_COLOUR, ls="--", lw=1)
+        axis.text(bound, len(names) - 0.45, f" bound {bound:g}", fontsize=8, va="bottom")
+        axis.set_xlabel(label)
+        axis.set_xscale("symlog", linthresh=1)
+        axis.set_xlim(left=0)
+        axis.grid(axis="x", alpha=0.25)
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].set_ylim(-0.7, len(names) + 0.1)
+    figure.suptitle(f"{title}: scores of honest workers (blue) and cheats (red), one dot a submission", fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_detections(
+    path: Path, events: Events, behaviour_of: Mapping[str, str], honest: Iterable[str], title: str
+) -> None:
+    """Rejected submissions over virtual time, one line a behaviour."""
+    honest = set(honest)
+    worker_of: dict[str, str] = {}
+    times: dict[str, list[float]] = {}
+    judged: dict[str, int] = {}
+    end_s = 0.0
+    for event in events:
+        end_s = max(end_s, event["t_ns"] / SECOND_NS)
+        if event["kind"] == "registered":
+            worker_of[event["public_key"]] = event["worker"]
+        elif event["kind"] == "judged" and event["decided"] and event["public_key"] in worker_of:
+            behaviour = behaviour_of[worker_of[event["public_key"]]]
+            judged[behaviour] = judged.get(behaviour, 0) + 1
+            times.setdefault(behaviour, [])
+            if not event["accepted"]:
+                times[behaviour].append(event["t_ns"] / SECOND_NS)
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    palette = plt.get_cmap("tab20").colors
+    cheats = [name for name in times if name not in honest]
+    for i, name in enumerate(cheats):
+        xs, ys = [0.0], [0.0]
+        for count, instant in enumerate(sorted(times[name]), 1):
+            xs += [instant, instant]
+            ys += [ys[-1], 100 * count / judged[name]]
+        axis.plot([*xs, end_s], [*ys, ys[-1]], color=palette[i % 20], lw=1.6, label=name)
+    false = sorted(t for name in times if name in honest for t in times[name])
+    for instant in false:
+        axis.axvline(instant, color=HONEST_COLOUR, lw=0.8)
+    axis.plot([], [], color=HONEST_COLOUR, lw=0.8, label=f"an honest one rejected ({len(false)})")
+    axis.set_xlabel("virtual time (s)")
+    axis.set_ylabel("submissions rejected so far (% of the behaviour's)")
+    axis.set_ylim(-2, 104)
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, ncols=2, loc="center right")
+    axis.set_title(f"{title}: when cheats were caught", fontsize=11)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

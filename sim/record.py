@@ -1,0 +1,52 @@
+"""The run's log: one JSON line per event, in the order of the documented clock.
+
+`events.jsonl` is the source of every figure: `summary.json`, the tables and the plots are made from it. A line is
+{"t_ns": integer nanoseconds, "kind": word, "node": name, ...}. It is the same on every run with the same seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class EventLog:
+    """Writes events to a file as they happen, and tells listeners."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file: TextIO | None = path.open("w", encoding="utf-8") if path is not None else None
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.counts: Counter[str] = Counter()
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Call `listener` with each event."""
+        self._listeners.append(listener)
+
+    def event(self, time_ns: int, kind: str, node: str, **fields: Any) -> None:
+        self.counts[kind] += 1
+        record = {"t_ns": time_ns, "kind": kind, "node": node, **fields}
+        for listener in self._listeners:
+            listener(record)
+        if self._file is not None:
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Events of a finished run. Raises ValueError with file and line for a line that is no event."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                if not {"t_ns", "kind", "node"} <= record.keys():
+                    raise ValueError("t_ns, kind and node were expected")
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: not an event: {error}") from None
+            yield record

@@ -1,0 +1,189 @@
+"""A scenario is one file, and a bad one is refused before anything runs.
+
+`sim/scenarios/NAME.toml` says which nodes there are, how they are linked, what they do and for how long. The same file
+drives the simulator and, where its nodes fit this machine, real processes. Faults, delays and cheats are values on
+nodes and links, never options of a component. Every field that has a unit ends in it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from refimpl.attacks.names import BEHAVIOURS
+from sim.catalogue import CatalogueError, Strict, UnknownDevice, explain, read_toml
+from sim.hardware import find_device
+from sim.regions import Regions, UnknownRegion, region_set
+
+SCENARIOS = Path(__file__).with_name("scenarios")
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot be run. Takes exactly one argument: the sentence (one line per fault)."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+
+class ModelPart(Strict):
+    """The model that everybody is to run."""
+
+    path: str = Field(min_length=1, description="a folder or hub id; SmolLM2-135M-Instruct is made when missing")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class TaskPart(Strict):
+    """What is asked, and how answers are sampled."""
+
+    prompts: Literal["instructions", "toy"] = "instructions"
+    batch: int = Field(8, ge=1, le=1024, description="problems per assignment")
+    assignments: int = Field(1, ge=1, description="per worker")
+    answer_tokens_max: int = Field(64, ge=1, le=32768)
+    temperature: float = Field(0.8, ge=0, le=10)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class VerifierPart(Strict):
+    """How proofs are judged."""
+
+    mode: Literal["strict", "published"] = "strict"
+    thresholds: Literal["paper", "deployed"] = "paper"
+    batch: int = Field(8, ge=1, le=256, description="submissions replayed together")
+
+
+class LedgerPart(Strict):
+    """What honesty earns and cheating costs; see `refimpl.testnet.ledger.LedgerRules`."""
+
+    stake: float = Field(1000.0, ge=0, description="tokens that each worker puts down")
+    stake_minimum: float = Field(500.0, ge=0)
+    reward_per_unit: float = Field(0.01, ge=0)
+    penalty: float = Field(200.0, ge=0)
+    rejections_to_eject: int = Field(1, ge=1)
+
+
+class NetworkPart(Strict):
+    """How far apart regions are."""
+
+    regions: str | None = Field(None, description="a named set of region distances")
+    jitter_ms: float = Field(0.0, ge=0, description="mean of an exponential delay on top of each message's latency")
+
+
+class NodeGroup(Strict):
+    """`count` nodes that are alike."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
+    count: int = Field(1, ge=1, le=1_000_000)
+    role: Literal["ledger", "orchestrator", "validator", "worker"]
+    behaviour: str = "honest"
+    device: str
+    region: str | None = None
+    uplink_mbit_s: float = Field(gt=0)
+    downlink_mbit_s: float = Field(gt=0)
+    latency_ms: float = Field(0.0, ge=0, description="one way, of the access line")
+
+
+class Scenario(Strict):
+    """The whole file."""
+
+    title: str = Field(min_length=1)
+    shows: str = Field(min_length=1, description="what a reader learns from running it")
+    seed: int = Field(0, ge=0)
+    duration_s: float = Field(gt=0, description="virtual time at which the run ends at the latest")
+    model: ModelPart
+    task: TaskPart = TaskPart()
+    verifier: VerifierPart = VerifierPart()
+    ledger: LedgerPart = LedgerPart()
+    network: NetworkPart = NetworkPart()
+    nodes: tuple[NodeGroup, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _hangs_together(self) -> Scenario:
+        names = [group.name for group in self.nodes]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two groups of nodes are called {name!r}; names must differ")
+        for role in ("ledger", "orchestrator", "validator"):
+            count = sum(group.count for group in self.nodes if group.role == role)
+            if count != 1:
+                raise ValueError(f"{count} nodes have the role {role}; expected exactly 1")
+        if not any(group.role == "worker" for group in self.nodes):
+            raise ValueError("no node has the role worker: nothing would ever happen")
+        regions = self._regions()
+        for group in self.nodes:
+            self._check_group(group, regions)
+        return self
+
+    def _regions(self) -> Regions | None:
+        try:
+            return region_set(self.network.regions) if self.network.regions is not None else None
+        except UnknownRegion as error:
+            raise ValueError(str(error)) from None
+
+    def _check_group(self, group: NodeGroup, regions: Regions | None) -> None:
+        try:
+            find_device(group.device)
+            if regions is not None:
+                if group.region is None:
+                    raise ValueError(f"{group.name} has no region; network.regions {self.network.regions!r} wants one")
+                regions.index(group.region)
+            elif group.region is not None:
+                raise ValueError(f"{group.name} is in region {group.region!r}, but network.regions names no set")
+        except (UnknownDevice, UnknownRegion) as error:
+            raise ValueError(f"{group.name}: {error}") from None
+        if group.role != "worker" and group.behaviour != "honest":
+            raise ValueError(f"{group.name} is a {group.role} that behaves {group.behaviour!r}; only workers can cheat")
+        if group.behaviour not in BEHAVIOURS:
+            near = difflib.get_close_matches(group.behaviour, BEHAVIOURS, n=1, cutoff=0.4)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{group.name} behaves {group.behaviour!r}, which is not known.{hint} Known: {', '.join(BEHAVIOURS)}"
+            )
+
+    def members(self) -> Iterator[Member]:
+        """Every node, in the file's order: NAME for a single one, NAME-0, NAME-1, … for several."""
+        for group in self.nodes:
+            width = len(str(group.count - 1))
+            for i in range(group.count):
+                yield Member(group.name if group.count == 1 else f"{group.name}-{i:0{width}d}", group)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node of a scenario."""
+
+    name: str
+    group: NodeGroup
+
+
+def known_scenarios() -> list[str]:
+    """Names that `load_scenario` takes."""
+    return sorted(path.stem for path in SCENARIOS.glob("*.toml"))
+
+
+def load_scenario(name: str) -> Scenario:
+    """The scenario called `name`, or in the file `name` if that ends in .toml. Raises ScenarioError."""
+    if name.endswith(".toml"):
+        return read_scenario(Path(name))
+    if name not in known_scenarios():
+        near = difflib.get_close_matches(name, known_scenarios(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ScenarioError(f"there is no scenario {name!r}.{hint} Known: {', '.join(known_scenarios())}")
+    return read_scenario(SCENARIOS / f"{name}.toml")
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read and check one file. Raises ScenarioError: a line per fault, with file, field, value and expectation."""
+    try:
+        raw = read_toml(path)
+    except CatalogueError as error:
+        raise ScenarioError(str(error)) from None
+    try:
+        return Scenario.model_validate(raw)
+    except ValidationError as error:
+        raise ScenarioError(explain(error, raw, path.name)) from None

@@ -1,0 +1,156 @@
+"""The problem rule, the ledger's arithmetic, and the roles around them, with right values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refimpl.identity import Identity
+from refimpl.messages import Account, AskAccount, AskWork, Ok, RecordVerdict, Register
+from refimpl.testnet.ledger import LedgerError, LedgerRules, MemoryLedger
+from refimpl.testnet.orchestrator import Orchestrator, OrchestratorConfig
+from refimpl.testnet.problems import choose_problems
+from refimpl.testnet.registry import REGISTRATION, Registry, RegistryConfig, registration_bytes
+from refimpl.world import Refused
+from tests.worlds import sim_fabric
+
+
+# ------------------------------------------------------------------------------------------------------ problem rule
+def test_problem_choice_gives_the_vectors_of_the_original_rule() -> None:
+    """default_rng(address · counter + step): integers(0, n, count), then integers(2^32) from the same stream."""
+    choice = choose_problems("0x1", step=5, counter=1, dataset_length=1000, count=4)
+    assert choice.problem_ids.tolist() == [445, 538, 517, 343]
+    assert choice.sampling_seed == 4063638511
+    address = "0xf39Fd6e51aad88F6F4ce6aB8827279cffFb92266"
+    choice = choose_problems(address, step=7, counter=1, dataset_length=285_000, count=16)
+    assert choice.problem_ids[:4].tolist() == [216775, 266709, 1414, 142181]
+    assert choice.sampling_seed == 4172377535
+
+
+def test_the_papers_rule_swaps_the_factors() -> None:
+    a = choose_problems("0x3", step=5, counter=2, dataset_length=1000, count=4, rule="paper")
+    b = choose_problems("0x3", step=2, counter=5, dataset_length=1000, count=4, rule="code")
+    np.testing.assert_array_equal(a.problem_ids, b.problem_ids)
+
+
+def test_bad_coordinates_are_refused() -> None:
+    with pytest.raises(ValueError, match="counter 1 or more"):
+        choose_problems("0x1", step=0, counter=0, dataset_length=10, count=1)
+    with pytest.raises(ValueError, match="the data set has 0 problems"):
+        choose_problems("0x1", step=0, counter=1, dataset_length=0, count=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ ledger
+RULES = LedgerRules(stake_minimum=500, reward_per_unit=0.01, penalty=200, rejections_to_eject=2)
+
+
+def test_rewards_are_units_times_rate_and_one_submission_counts_once() -> None:
+    ledger = MemoryLedger(RULES)
+    ledger.open_account("k", 1000)
+    assert ledger.credit("k", "s1", 48) is True
+    assert ledger.credit("k", "s1", 48) is False
+    assert ledger.slash("k", "s1") is False  # judged already, the other way
+    account = ledger.account("k")
+    assert (account.earned, account.stake, account.accepted, account.rejected) == (pytest.approx(0.48), 1000, 1, 0)
+
+
+def test_slashing_takes_the_penalty_never_more_than_there_is_and_ejects_at_the_bound() -> None:
+    ledger = MemoryLedger(RULES)
+    ledger.open_account("k", 500)
+    ledger.credit("k", "good", 100)
+    ledger.slash("k", "b1")
+    assert not ledger.account("k").ejected and ledger.account("k").earned == 1.0
+    ledger.slash("k", "b2")
+    account = ledger.account("k")
+    assert (account.stake, account.slashed, account.ejected) == (100, 400, True)
+    assert (account.earned, account.forfeited) == (0.0, 1.0)
+    ledger.slash("k", "b3")
+    assert (account.stake, account.slashed) == (0, 500)
+    assert ledger.credit("k", "late", 100) is False and account.earned == 0.0  # in flight: judged, not paid
+
+
+def test_the_ledger_refuses_small_stakes_unknown_accounts_and_negative_units() -> None:
+    ledger = MemoryLedger(RULES)
+    with pytest.raises(LedgerError, match="a stake of 499 was offered, at least 500 is needed"):
+        ledger.open_account("k", 499)
+    with pytest.raises(LedgerError, match="there is no account k"):
+        ledger.account("k")
+    ledger.open_account("k", 500)
+    ledger.open_account("k", 10_000)  # again: changes nothing
+    assert ledger.account("k").stake == 500
+    with pytest.raises(LedgerError, match="-1 units cannot be credited"):
+        ledger.credit("k", "s", -1)
+    with pytest.raises(ValueError, match="ledger.penalty is -1"):
+        LedgerRules(penalty=-1)
+
+
+# ------------------------------------------------------------------------------------------------------------- roles
+def swarm() -> tuple[Any, Any, Identity]:
+    fabric = sim_fabric(run_seed=1)
+    names = ("ledger", "orchestrator", "validator", "worker")
+    worlds = {name: fabric.node(name) for name in names}
+    Registry(worlds["ledger"], RegistryConfig(validators=frozenset({"validator"})), MemoryLedger(RULES)).serve()
+    config = OrchestratorConfig(ledger="ledger", dataset_length=1000, batch=4, assignments=2)
+    Orchestrator(worlds["orchestrator"], config).serve()
+    return fabric, worlds, Identity.from_seed(1, "worker")
+
+
+def registration(identity: Identity, stake: float = 1000.0) -> Register:
+    signed = registration_bytes(identity.public_key, stake)
+    return Register(identity.public_key, stake, identity.sign(signed, domain=REGISTRATION))
+
+
+def test_an_account_is_opened_by_its_own_key_only() -> None:
+    fabric, worlds, identity = swarm()
+    other = Identity.from_seed(1, "other")
+    forged = Register(identity.public_key, 1000.0, registration(other).signature)
+
+    async def main() -> None:
+        with pytest.raises(Refused, match="not signed by the key"):
+            await worlds["worker"].call("ledger", forged, 10)
+        with pytest.raises(Refused, match="64 lower-case hex digits"):
+            await worlds["worker"].call("ledger", Register("xyz", 1000.0, b""), 10)
+        assert await worlds["worker"].call("ledger", registration(identity), 10) == Ok()
+        assert await worlds["worker"].call("ledger", registration(identity), 10) == Ok()  # may be said twice
+
+    fabric.run(main())
+
+
+def test_only_validators_record_verdicts() -> None:
+    fabric, worlds, identity = swarm()
+    key = identity.public_key
+
+    async def main() -> None:
+        await worlds["worker"].call("ledger", registration(identity), 10)
+        with pytest.raises(Refused, match="'worker' is not a validator"):
+            await worlds["worker"].call("ledger", RecordVerdict(key, "s", True, "ok", 1e9), 10)
+        account = await worlds["validator"].call("ledger", RecordVerdict(key, "s", True, "ok", 50.0), 10)
+        assert account == Account(key, 1000.0, 0.5, 1, 0, ejected=False)
+
+    fabric.run(main())
+
+
+def test_assignments_follow_the_rule_end_and_stop_for_the_ejected() -> None:
+    fabric, worlds, identity = swarm()
+    key = identity.public_key
+
+    async def main() -> None:
+        worker = worlds["worker"]
+        with pytest.raises(Refused, match="there is no account"):
+            await worker.call("orchestrator", AskWork(key), 10)
+        await worker.call("ledger", registration(identity), 10)
+        first = await worker.call("orchestrator", AskWork(key), 10)
+        expected = choose_problems(identity.address, step=0, counter=1, dataset_length=1000, count=4)
+        assert first.problem_ids.tolist() == expected.problem_ids.tolist()
+        assert (first.sampling_seed, first.counter, first.done) == (expected.sampling_seed, 1, False)
+        assert (await worker.call("orchestrator", AskWork(key), 10)).counter == 2
+        assert (await worker.call("orchestrator", AskWork(key), 10)).done
+        for submission in ("b1", "b2"):
+            await worlds["validator"].call("ledger", RecordVerdict(key, submission, False, "drift", 0.0), 10)
+        assert (await worker.call("ledger", AskAccount(key), 10)).ejected
+        with pytest.raises(Refused, match="this account was ejected"):
+            await worker.call("orchestrator", AskWork(key), 10)
+
+    fabric.run(main())
