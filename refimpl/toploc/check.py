@@ -9,7 +9,8 @@ Two modes, one code path; `RULES` lists every difference. *published*: the score
 *strict* (the default) closes its holes:
 
 1. the number of proofs must be the number of chunks;
-2. the encoding must be the canonical one (`proof.py`), and a chunk of n < K numbers must have degree below n;
+2. the encoding must be the canonical one: exact length, coefficients below the prime, a degree below the number of
+   points, and the largest modulus in a chunk of up to 65497 numbers;
 3. signs count;
 4. the distance of two numbers is the number of steps between them along the ordered line of bf16 values. A mismatch is
    128 steps or more (a factor of two), or another sign, or no finite number. Within one power of two the distance is
@@ -39,7 +40,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from refimpl.toploc.field import evaluate
+from refimpl.toploc.field import MODULUS_MAX, evaluate
 from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, BadProof, CannotProve, Mode, chunk_bits, decode_all, select
 from refimpl.toploc.top import INFINITY
 
@@ -64,13 +65,18 @@ class Rules:
 
     one_proof_per_chunk: bool
     whole_numbers: bool  # compare sign, exponent and mantissa as one ordered number; else exponent and mantissa apart
+    canonical: bool  # modulus and degree must be those that the size of the chunk gives
     replay_finite: bool
     scale_bounds: bool
 
 
-RULES: dict[str, Rules] = {
-    "strict": Rules(one_proof_per_chunk=True, whole_numbers=True, replay_finite=True, scale_bounds=True),
-    "published": Rules(one_proof_per_chunk=False, whole_numbers=False, replay_finite=False, scale_bounds=False),
+RULES: dict[Mode, Rules] = {
+    "strict": Rules(
+        one_proof_per_chunk=True, whole_numbers=True, canonical=True, replay_finite=True, scale_bounds=True
+    ),
+    "published": Rules(
+        one_proof_per_chunk=False, whole_numbers=False, canonical=False, replay_finite=False, scale_bounds=False
+    ),
 }
 
 
@@ -159,9 +165,8 @@ def verify_proofs(
     if rules.replay_finite and not finite_G.all():
         chunk = int(np.flatnonzero(~finite_G)[0])
         return _rejected("nonfinite_replay", f"the verifier's activations of chunk {chunk} are inf or NaN")
-    for g in np.flatnonzero(points_G < top_k):
-        if coefficient_GK[g, points_G[g] :].any():
-            return _rejected("malformed", f"proof {g} has degree {points_G[g]} or more for {points_G[g]} numbers")
+    if rules.canonical and (sentence := _not_canonical(np.diff(start_G), modulus_G, coefficient_GK)):
+        return _rejected("malformed", sentence)
     scores = _scores(bits, start_G, index_GK, points_G, modulus_G, coefficient_GK, rules.whole_numbers)
     chunk_scores = tuple(
         ChunkScore(exponent_mismatches=int(m), mantissa_mean=float(mean), mantissa_median=float(median), values=int(n))
@@ -191,6 +196,20 @@ def judge(chunks: Sequence[ChunkScore], thresholds: Thresholds, *, scale_bounds:
             )
             return Verification(accepted=False, reason=f"drift: {sentence}", chunks=tuple(chunks))
     return Verification(accepted=True, reason=f"accepted: {len(chunks)} chunks within bounds", chunks=tuple(chunks))
+
+
+def _not_canonical(length_G: np.ndarray, modulus_G: np.ndarray, coefficient_GK: np.ndarray) -> str:
+    """Why no builder can have written these proofs for chunks of so many numbers; empty if one can."""
+    # indices below m differ modulo m: a chunk of up to 65497 numbers has the largest modulus
+    small = np.flatnonzero((length_G <= MODULUS_MAX) & (modulus_G != MODULUS_MAX))
+    if small.size:
+        g = int(small[0])
+        return f"proof {g} has modulus {modulus_G[g]}, and {length_G[g]} numbers need none below {MODULUS_MAX}"
+    # n points give a degree below n
+    for g in map(int, np.flatnonzero(length_G < coefficient_GK.shape[1])):
+        if coefficient_GK[g, length_G[g] :].any():
+            return f"proof {g} has a degree of {length_G[g]} or more for {length_G[g]} numbers"
+    return ""
 
 
 def _rejected(code: str, sentence: str) -> Verification:

@@ -19,8 +19,10 @@ In both modes, other than the package:
 6. tensors may live on any device.
 
 Gaps that stay, by design of the scheme. A proof binds only the K largest numbers: *everything outside the top K of a
-chunk can be replaced unseen*. It binds a forward pass, not the sampling of the tokens. Another injective modulus than
-the largest gives other bytes for the same points, so equality of bytes must not be used to tell copies apart.
+chunk can be replaced unseen*. It binds a forward pass, not the sampling of the tokens. And it is malleable, as what
+tolerates noise must be: 1 added to the first coefficient moves every value by one unit in the last place, and in chunks
+of more than 65497 numbers a smaller injective modulus carries the same points, so different bytes do not show that two
+proofs were made independently.
 
 Shape legend: T tokens, D hidden size, G chunks, K numbers per proof.
 """
@@ -44,7 +46,7 @@ CHUNK_TOKENS = 32
 TOP_K = 128
 
 Selection = Callable[[np.ndarray, np.ndarray, int], tuple[np.ndarray, np.ndarray, np.ndarray]]
-SELECTIONS: dict[str, Selection] = {"strict": top_k_all, "published": top_k_published}
+SELECTIONS: dict[Mode, Selection] = {"strict": top_k_all, "published": top_k_published}
 
 
 class BadProof(Exception):
