@@ -1,4 +1,4 @@
-"""A scenario as real processes on this machine, over HTTP with shaped lines: the same roles, the same folder of results.
+"""A scenario as real processes on this machine, over HTTP with shaped lines: same roles, same folder of results.
 
 Every node is a process. They start together when all listen, workers end by themselves, services are then told to stop.
 A node that fails, or a run that outlives its time, ends all, and the sentence says which.
@@ -6,6 +6,7 @@ A node that fails, or a run that outlives its time, ends all, and the sentence s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -174,10 +175,8 @@ def _stop(children: list[_Child]) -> None:
     """End of input first, then the signals that no process can sleep through. Never raises."""
     for child in children:
         if child.process.stdin is not None:
-            try:
+            with contextlib.suppress(OSError):
                 child.process.stdin.close()
-            except OSError:
-                pass
     for end in (lambda process: None, lambda process: process.terminate(), lambda process: process.kill()):
         for child in children:
             if child.process.poll() is None:

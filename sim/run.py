@@ -219,7 +219,7 @@ def headline(rows: list[summary.BehaviourRow]) -> str:
     ejected, nodes = sum(row.ejected for row in cheats), sum(row.nodes for row in cheats)
     missed = [row.behaviour for row in cheats if row.judged and row.rejected == 0]
     sentence = (
-        f"Of the cheats' submissions {summary.detections(rows)} were rejected; {ejected} of {nodes} cheating nodes were "
-        f"ejected.\nOf the honest submissions {summary.false_positives(rows)} were rejected (false positives)."
+        f"Of the cheats' submissions {summary.detections(rows)} were rejected; "
+        f"{ejected} of {nodes} cheating nodes were ejected.\nOf the honest submissions {summary.false_positives(rows)} were rejected (false positives)."
     )
     return sentence + (f"\nNever caught: {', '.join(missed)}." if missed else "")
