@@ -25,7 +25,6 @@ import numpy as np
 
 from sim.flows_core import (
     CAPACITY,
-    CHANGED_COUNT,
     HELD_BY,
     MOVED,
     SCANS,
@@ -140,7 +139,7 @@ class FlowEngine:
         weight: float = 1.0,
         rate_bound_bytes_per_s: float = INFINITY,
     ) -> int:
-        """Begin to send `size_bytes` over all `links` at once. Returns the flow's number: unique, rising with each start.
+        """Begin to send `size_bytes` over all `links` at once. Returns the flow's number: unique, rising by start.
 
         `weight`: how large a share it takes at a full link. Without bytes, or without links and bound, it ends at once.
         """
@@ -181,7 +180,7 @@ class FlowEngine:
         return flow
 
     def cancel(self, now_s: float, flow: int) -> float:
-        """Stop a flow. Returns the bytes it had left; 0 when it has finished already. Never reported by `advance` then."""
+        """Stop a flow, which `advance` then never reports. Returns the bytes it had left; 0 if it had just finished."""
         self._move_to(now_s)
         solo = self._solo.get(flow)
         if solo is not None:
@@ -254,6 +253,10 @@ class FlowEngine:
         """Flows under way on the link, by number."""
         in_core = [flow for flow, slot in self._slot_of.items() if link in self._links_in[slot]]
         return sorted([*self._solo_flows[link], *in_core])
+
+    def is_settled(self) -> bool:
+        """Whether the next question is answered without solving: nothing has changed, or only for solo flows."""
+        return not self._core_dirty
 
     def effort(self) -> dict[str, int]:
         """How much work the solver did: solves, links scanned, levels that moved."""
@@ -357,8 +360,3 @@ class FlowEngine:
     def _solve(self) -> None:
         self._core_next_s = float(solve(self._core, self._now_s))
         self._core_dirty = False
-
-    @property
-    def is_settled(self) -> bool:
-        """No change is waiting to be solved."""
-        return not self._core_dirty and int(self._core.counters[CHANGED_COUNT]) == 0

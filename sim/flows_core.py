@@ -17,8 +17,8 @@ A change is repaired in the order of rising levels, as Dijkstra's algorithm sett
   when one of them may rise above its own limit: until then it cannot fill.
 
 Finishing times cost nothing while a link's flows stay the same: all flows held by a link progress by the link's level,
-so each is filed once in the link's heap under the service (bytes per weight, V_l = integral of S_l dt) at which it ends,
-and a level that moves changes one number per link instead of one per flow.
+so each is filed once in the link's heap under the service (bytes per weight, V_l = integral of S_l dt) at which it
+ends, and a level that moves changes one number per link instead of one per flow.
 
 Everything lives in flat arrays, rows named below; row `link 0` stands for "held by no link yet". No SimPy, no torch.
 """
@@ -132,7 +132,7 @@ def _pack_members(old_i, old_member_f, old_member_i, link_i, member_f, member_i)
         top += count
 
 
-# ---------------------------------------------------------------- binary heaps of links (EVENTS by time, QUEUE by level)
+# -------------------------------------------------------- binary heaps of links (EVENTS by time, QUEUE by level)
 
 
 @njit(cache=True, inline="always")

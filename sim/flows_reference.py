@@ -1,4 +1,4 @@
-"""Why: the incremental engine is clever; this is its dull twin, short enough to believe, that the tests compare it with.
+"""Why: the incremental engine is clever; this is its dull twin, short enough to believe, for tests to compare with.
 
 Progressive filling, from scratch at every change: raise the level of all flows together until a link is full or a flow
 is at its bound; fix those; go on with the rest. Same interface as `sim.flows.FlowEngine` as far as the tests need it.

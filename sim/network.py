@@ -1,0 +1,472 @@
+"""Why: who sits where, behind which line, decides what a message meets; this turns two nodes into a path of links.
+
+A path runs: uplink of the source, lines of its sites on the way out (campus, NAT box), trunk out of its region,
+border, trunk into the target's region, lines of the target's sites, its downlink. Every line is two directed links of
+the flow engine, so small messages and big transfers share the same bytes per second. Nothing is kept per pair of nodes
+except a bounded cache: ten thousand nodes cost ten thousand records.
+
+    latency of a path = access latency + half the regions' round trip + access latency, plus jitter per message
+
+Rules of reach: an *open* node can be called by everyone. One behind a *nat* calls out freely and can be called only
+through its relay, or directly where hole punching works. A *relay_only* node sends and receives everything through its
+relay. A reply travels back over the connection that its call opened (`reply=True`). A path through a relay is one flow
+over both hops. A node reaches itself at once, over no link.
+
+Units: what users state is in Mbit/s (1e6 bit) and ms, as the names say; inside, bytes/s and s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil, inf, log
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from sim.flows import FlowEngine
+from sim.jitter import NO_JITTER, Jitter
+from sim.link_faults import WHOLE, Condition, Direction, Fault, LinkFault, Partition, either
+from sim.regions import Regions, region_set
+from sim.transport import FAIR, Transport
+
+Nat = Literal["open", "nat", "relay_only"]
+NATS: tuple[str, ...] = ("open", "nat", "relay_only")
+Time = TypeVar("Time", int, float)
+BYTES_PER_S = 1e6 / 8
+"""One Mbit/s."""
+BORDER_BYTES_PER_S = 1e15
+"""Of a border link: more than anything can send, until a partition closes it."""
+PATHS_KEPT = 1 << 16
+SHORT_SEGMENTS = 10
+"""A message of up to so many segments leaves in one flight (Linux's initial window): each loss costs it a delay."""
+
+
+class Path(NamedTuple):
+    """What a message from one node to another meets."""
+
+    links: tuple[int, ...]  # of the flow engine; empty for a node to itself
+    one_way_latency_s: float
+    round_trip_s: float
+    loss: float  # of one packet
+    rate_bound_bytes_per_s: float
+    weight: float
+    jitters: tuple[Jitter, ...]
+
+
+class Fate(NamedTuple):
+    """What message faults make of one message."""
+
+    extra_delay_s: tuple[float, ...]  # one entry per copy that arrives: () means lost
+    in_order: bool  # False: later messages may overtake it
+
+
+DELIVERED = Fate((0.0,), True)
+
+
+@dataclass(slots=True)
+class _Line:
+    """A directed link: what it carries when whole, and its state."""
+
+    name: str
+    capacity_bytes_per_s: float  # as stated, before payload efficiency
+    faults: dict[str, LinkFault] = field(default_factory=dict)
+    condition: Condition = WHOLE
+
+
+@dataclass(slots=True)
+class _Node:
+    name: str
+    region: str | None
+    up: int
+    down: int
+    sites: tuple[str, ...]
+    latency_s: float
+    loss: float
+    jitter: Jitter
+    nat: Nat
+    relay: int | None
+
+
+class Network:
+    """Nodes, sites, regions and their lines, on one flow engine. Nodes are numbered from 0 in the order added."""
+
+    def __init__(
+        self,
+        *,
+        regions: str | Regions | Mapping[tuple[str, str], float] | None = None,
+        jitter_ms: float = 0.0,
+        jitter: Jitter = NO_JITTER,
+        transport: Transport = FAIR,
+        hole_punching: bool = False,
+        single_flow_bound: bool = False,
+        borders: bool = False,
+        engine: FlowEngine | None = None,
+    ) -> None:
+        """`regions`: a named set, or round trips in ms by pair (one order of a pair is enough).
+
+        `jitter_ms` is short for an exponential jitter of that mean on every path. `single_flow_bound`: no flow beats
+        the set's measured single-flow rate. `borders`: give each pair of regions a link of its own, without limit, which a
+        partition closes; needed for partitions, costs a little speed.
+        """
+        if jitter_ms and jitter is not NO_JITTER:
+            raise ValueError(f"both jitter_ms = {jitter_ms} and a jitter law were given; expected one of them")
+        self.engine = FlowEngine() if engine is None else engine
+        self.transport = transport
+        self.hole_punching = hole_punching
+        self.single_flow_bound = single_flow_bound
+        self.borders = borders
+        self._regions = region_set(regions) if isinstance(regions, str) else regions
+        self._jitter = Jitter("exponential", (jitter_ms / 1e3,)) if jitter_ms else jitter
+        self._nodes: list[_Node] = []
+        self._lines: dict[int, _Line] = {}
+        self._sites: dict[str, tuple[int, int]] = {}  # name -> link out, link in
+        self._trunks: dict[str, tuple[int, int]] = {}
+        self._borders: dict[tuple[str, str], int] = {}
+        self._faults: dict[str, Fault] = {}
+        self._partitions: dict[str, Partition] = {}
+        self._down: set[int] = set()  # links that carry nothing
+        self._disturbed: set[int] = set()  # links with message faults
+        self._all_open = True
+        self._paths: dict[int, Path] = {}
+
+    # ------------------------------------------------------------ building
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add_node(
+        self,
+        *,
+        uplink_mbit_s: float,
+        downlink_mbit_s: float,
+        name: str | None = None,
+        region: str | None = None,
+        latency_ms: float = 0.0,
+        loss_fraction: float = 0.0,
+        jitter: Jitter = NO_JITTER,
+        nat: Nat = "open",
+        relay: int | None = None,
+        sites: Sequence[str] = (),
+    ) -> int:
+        """A node and its access line. `latency_ms` and `loss_fraction` are one way, of the access line alone."""
+        name = f"node {len(self._nodes)}" if name is None else name
+        if not 0 <= latency_ms < inf:
+            raise ValueError(f"latency_ms of {name} is {latency_ms}; expected a finite number, 0 or more")
+        if not 0 <= loss_fraction < 1:
+            raise ValueError(f"loss_fraction of {name} is {loss_fraction}; expected 0 or more and below 1")
+        if nat not in NATS:
+            raise ValueError(f"nat of {name} is {nat!r}; expected one of {', '.join(NATS)}")
+        if nat == "relay_only" and relay is None:
+            raise ValueError(f"{name} is relay_only and names no relay; expected the number of an open node")
+        for site in sites:
+            if site not in self._sites:
+                raise ValueError(f"{name} is in site {site!r}; expected one of {', '.join(self._sites) or 'none'}")
+        if region is not None and self._regions is not None:
+            self._rtt_ms(region, region)
+        node = _Node(
+            name=name,
+            region=region,
+            up=self._add_line(f"uplink of {name}", uplink_mbit_s),
+            down=self._add_line(f"downlink of {name}", downlink_mbit_s),
+            sites=tuple(sites),
+            latency_s=latency_ms / 1e3,
+            loss=loss_fraction,
+            jitter=jitter,
+            nat=nat,
+            relay=relay,
+        )
+        self._all_open = self._all_open and nat == "open"
+        self._nodes.append(node)
+        return len(self._nodes) - 1
+
+    def add_site(self, name: str, *, uplink_mbit_s: float, downlink_mbit_s: float) -> None:
+        """A line that all nodes of a place share on the way out and in: a campus, a data centre, a NAT box."""
+        if name in self._sites:
+            raise ValueError(f"there are two sites called {name!r}; expected different names")
+        up = self._add_line(f"uplink of site {name}", uplink_mbit_s)
+        self._sites[name] = (up, self._add_line(f"downlink of site {name}", downlink_mbit_s))
+
+    def add_trunk(self, region: str, *, out_mbit_s: float, in_mbit_s: float) -> None:
+        """Lines that everything leaving and entering the region shares. Without them a region has no limit."""
+        if region in self._trunks:
+            raise ValueError(f"region {region!r} has a trunk already; expected one")
+        out = self._add_line(f"trunk out of {region}", out_mbit_s)
+        self._trunks[region] = (out, self._add_line(f"trunk into {region}", in_mbit_s))
+        self._paths.clear()
+
+    def _add_line(self, name: str, mbit_s: float) -> int:
+        if not 0 < mbit_s < inf:
+            raise ValueError(f"{name} has {mbit_s} Mbit/s; expected a finite number above 0")
+        link = self.engine.add_link(mbit_s * BYTES_PER_S * self.transport.payload_efficiency)
+        self._lines[link] = _Line(name, mbit_s * BYTES_PER_S)
+        return link
+
+    def _rtt_ms(self, a: str | None, b: str | None) -> float:
+        if self._regions is None or a is None or b is None:
+            return 0.0
+        if isinstance(self._regions, Regions):
+            return self._regions.rtt_ms(a, b)
+        rtt_ms = self._regions.get((a, b), self._regions.get((b, a)))
+        if rtt_ms is None or not 0 <= rtt_ms < inf:
+            raise ValueError(f"the round trip between {a!r} and {b!r} is {rtt_ms} ms; expected a number, 0 or more")
+        return rtt_ms
+
+    # ------------------------------------------------------------ paths
+
+    def path(self, source: int, target: int, *, reply: bool = False) -> Path:
+        """What a message meets, faults aside. Raises ValueError where the rules of reach allow no path."""
+        key = ((source << 24 | target) << 1) | reply
+        path = self._paths.get(key)
+        if path is None:
+            hops = self._hops(source, target, reply)
+            if isinstance(hops, str):
+                raise ValueError(hops)
+            path = self._build(hops)
+            if len(self._paths) >= PATHS_KEPT:
+                self._paths.clear()
+            self._paths[key] = path
+        return path
+
+    def unreachable(self, source: int, target: int, *, reply: bool = False) -> str | None:
+        """A sentence when nothing can go from `source` to `target`, else None."""
+        if source == target or (self._all_open and not self._down and not self._partitions):
+            return None
+        hops = self._hops(source, target, reply)
+        if isinstance(hops, str):
+            return hops
+        for a, b in pairwise(hops):
+            here, there = self._nodes[a].region, self._nodes[b].region
+            for name, partition in self._partitions.items():
+                if partition.cuts(here, there):
+                    return f"partition {name!r} cuts {here} off from {there}"
+        for link in self.path(source, target, reply=reply).links if self._down else ():
+            if link in self._down:
+                return f"{self._lines[link].name} is down"
+        return None
+
+    def _hops(self, source: int, target: int, reply: bool) -> list[int] | str:
+        """The nodes that a message passes, or a sentence why there is no way."""
+        if reply:
+            hops = self._hops(target, source, False)
+            return hops if isinstance(hops, str) else hops[::-1]
+        if source == target or self._all_open:
+            return [source, target]
+        s, t = self._nodes[source], self._nodes[target]
+        hops = [source]
+        if s.nat == "relay_only" and s.relay != target:
+            hops.append(self._relay_of(s))
+        punched = self.hole_punching and t.nat == "nat" and s.nat != "relay_only"
+        if t.nat != "open" and t.relay != source and not punched:
+            if t.relay is None:
+                return f"{t.name} is behind a NAT and has no relay: {s.name} cannot open a connection to it"
+            if hops[-1] != t.relay:
+                hops.append(self._relay_of(t))
+        return [*hops, target]
+
+    def _relay_of(self, node: _Node) -> int:
+        relay = node.relay
+        if relay is None or not 0 <= relay < len(self._nodes) or self._nodes[relay].nat != "open":
+            raise ValueError(f"relay of {node.name} is {relay}; expected the number of an open node")
+        return relay
+
+    def _build(self, hops: Sequence[int]) -> Path:
+        links: list[int] = []
+        latency_s, loss, bound = 0.0, 0.0, inf
+        jitters = [self._jitter]
+        for source, target in pairwise(hops):
+            if source == target:
+                return Path((), 0.0, 0.0, 0.0, inf, 1.0, ())
+            s, t = self._nodes[source], self._nodes[target]
+            links.extend(self._links_between(s, t))
+            latency_s += s.latency_s + self._rtt_ms(s.region, t.region) / 2e3 + t.latency_s
+            loss = either(loss, either(s.loss, t.loss))
+            jitters += [s.jitter, t.jitter]
+            if self.single_flow_bound and isinstance(self._regions, Regions) and s.region and t.region:
+                gbit_s = self._regions.single_flow_gbit_s(s.region, t.region)
+                bound = bound if gbit_s is None else min(bound, gbit_s * 1e3 * BYTES_PER_S)
+        for link in links:
+            loss = either(loss, self._lines[link].condition.packet_loss)
+        capacities = [self._lines[link].capacity_bytes_per_s for link in links]
+        return Path(
+            links=tuple(links),
+            one_way_latency_s=latency_s * self.transport.latency_factor,
+            round_trip_s=2 * latency_s,
+            loss=loss,
+            rate_bound_bytes_per_s=min(bound, self.transport.rate_bound_bytes_per_s(2 * latency_s, loss)),
+            weight=self.transport.weight(latency_s, capacities),
+            jitters=tuple(jitter for jitter in jitters if not jitter.is_none),
+        )
+
+    def _links_between(self, s: _Node, t: _Node) -> list[int]:
+        links = [s.up, *(self._sites[site][0] for site in s.sites if site not in t.sites)]
+        if s.region != t.region:
+            if s.region in self._trunks:
+                links.append(self._trunks[s.region][0])
+            if self.borders and s.region is not None and t.region is not None:
+                links.append(self._border(s.region, t.region))
+            if t.region in self._trunks:
+                links.append(self._trunks[t.region][1])
+        return [*links, *(self._sites[site][1] for site in reversed(t.sites) if site not in s.sites), t.down]
+
+    def _border(self, source: str, target: str) -> int:
+        border = self._borders.get((source, target))
+        if border is None:
+            closed = any(partition.cuts(source, target) for partition in self._partitions.values())
+            border = self.engine.add_link(0.0 if closed else BORDER_BYTES_PER_S)
+            self._borders[source, target] = border
+            self._lines[border] = _Line(f"border from {source} to {target}", BORDER_BYTES_PER_S)
+        return border
+
+    # ------------------------------------------------------------ chance
+
+    def sample_delay_s(self, path: Path, rng: np.random.Generator, size_bytes: float = 0.0) -> float:
+        """One message's delay after its last byte has left the links: latency, jitter, and resends of what was lost.
+
+        A lost last segment waits for the time-out, doubled each time; a loss before it, in a message short enough to
+        leave in one flight, costs a round trip. Losses within long transfers are in the path's rate bound instead.
+        """
+        delay_s = path.one_way_latency_s
+        for jitter in path.jitters:
+            delay_s += jitter.sample_s(path.one_way_latency_s, rng)
+        if path.loss > 0:
+            transport, loss = self.transport, path.loss
+            # P(lost k times in a row) = p^k: k = floor(log U / log p)
+            lost_in_a_row = int(log(1.0 - rng.random()) / log(loss))
+            delay_s += transport.retransmission_s(path.round_trip_s, lost_in_a_row)
+            segments = ceil(size_bytes / transport.mss_bytes)
+            if 1 < segments <= SHORT_SEGMENTS and rng.random() < 1.0 - (1.0 - loss) ** (segments - 1):
+                delay_s += path.round_trip_s
+        return max(delay_s, 0.0)
+
+    def fate(self, path: Path, rng: np.random.Generator) -> Fate:
+        """What the message faults on the path make of one message; draws nothing where there are none."""
+        if not self._disturbed or self._disturbed.isdisjoint(path.links):
+            return DELIVERED
+        copies, extra_s, in_order = 1, 0.0, True
+        for link in path.links:
+            condition = self._lines[link].condition
+            if rng.random() < condition.message_loss:
+                return Fate((), True)
+            copies += rng.random() < condition.message_duplicate
+            if rng.random() < condition.message_reorder:
+                extra_s += condition.reorder_delay_s * rng.random()
+                in_order = False
+        return Fate((extra_s,) * copies, in_order)
+
+    # ------------------------------------------------------------ faults
+
+    def apply(self, now_s: float, name: str, fault: Fault) -> None:
+        """Lay a fault on, under a name; it stays until lifted under that name. Faults on one link add up."""
+        if name in self._faults:
+            raise ValueError(f"a fault called {name!r} is in force already; expected another name, or lift it first")
+        if isinstance(fault, Partition):
+            if not self.borders:
+                raise ValueError(
+                    f"partition {name!r} needs a network built with borders=True, to stop what is under way"
+                )
+            self._partitions[name] = fault
+            self._close_borders(now_s)
+        else:
+            for link in self._links_of(fault):
+                self._lines[link].faults[name] = fault
+                self._reassess(now_s, link)
+        self._faults[name] = fault
+
+    def lift(self, now_s: float, name: str) -> None:
+        """End the fault of this name. What other faults do stays."""
+        fault = self._faults.pop(name, None)
+        if fault is None:
+            raise ValueError(f"no fault called {name!r} is in force; in force: {', '.join(self._faults) or 'none'}")
+        if isinstance(fault, Partition):
+            del self._partitions[name]
+            self._close_borders(now_s)
+        else:
+            for link in self._links_of(fault):
+                del self._lines[link].faults[name]
+                self._reassess(now_s, link)
+
+    def faults(self) -> dict[str, Fault]:
+        """All faults in force, by name."""
+        return dict(self._faults)
+
+    def set_link_state(
+        self,
+        now_s: float,
+        *,
+        working: bool,
+        node: int | None = None,
+        site: str | None = None,
+        region: str | None = None,
+        direction: Direction = "both",
+    ) -> None:
+        """Cut a line by hand, or mend that cut; does nothing when it is so already."""
+        name = f"link state of {node if node is not None else site or region}, {direction}"
+        if working and name in self._faults:
+            self.lift(now_s, name)
+        elif not working and name not in self._faults:
+            fault = LinkFault(node=node, site=site, region=region, direction=direction, working=False)
+            self.apply(now_s, name, fault)
+
+    def _links_of(self, fault: LinkFault) -> list[int]:
+        if fault.node is not None:
+            if not 0 <= fault.node < len(self._nodes):
+                raise ValueError(f"a fault is on node {fault.node}; expected 0 to {len(self._nodes) - 1}")
+            pair = (self._nodes[fault.node].up, self._nodes[fault.node].down)
+        elif fault.site is not None:
+            if fault.site not in self._sites:
+                raise ValueError(
+                    f"a fault is on site {fault.site!r}; expected one of {', '.join(self._sites) or 'none'}"
+                )
+            pair = self._sites[fault.site]
+        else:
+            assert fault.region is not None
+            if fault.region not in self._trunks:
+                known = ", ".join(self._trunks) or "none"
+                raise ValueError(f"a fault is on the trunk of region {fault.region!r}; regions with a trunk: {known}")
+            pair = self._trunks[fault.region]
+        return [link for link, way in zip(pair, ("up", "down"), strict=True) if fault.direction in (way, "both")]
+
+    def _reassess(self, now_s: float, link: int) -> None:
+        """Add up the faults on a link, and let the engine know."""
+        line = self._lines[link]
+        condition = WHOLE
+        for fault in line.faults.values():
+            condition = condition.and_also(fault)
+        if condition.packet_loss != line.condition.packet_loss:
+            self._paths.clear()
+        line.condition = condition
+        (self._down.discard if condition.working else self._down.add)(link)
+        (self._disturbed.add if condition.disturbs_messages else self._disturbed.discard)(link)
+        whole = line.capacity_bytes_per_s * self.transport.payload_efficiency
+        self.engine.set_capacity(now_s, link, whole * condition.bandwidth_factor if condition.working else 0.0)
+
+    def _close_borders(self, now_s: float) -> None:
+        for (source, target), border in self._borders.items():
+            closed = any(partition.cuts(source, target) for partition in self._partitions.values())
+            self.engine.set_capacity(now_s, border, 0.0 if closed else BORDER_BYTES_PER_S)
+
+
+class ChannelOrder:
+    """Keeps the messages of one channel in order: none arrives before one that was sent earlier.
+
+    A channel is any hashable key: (source, target), or (source, target, stream) for transfers that are meant to run
+    side by side. Times are in any one unit. Only channels with something still under way are remembered for long.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[object, Any] = {}
+        self._prune_at = 1024
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    def arrival(self, channel: object, arrival: Time, now: Time) -> Time:
+        """When a message, sent after all earlier ones of its channel, may be handed over: not before any of them."""
+        arrival = max(arrival, self._latest.get(channel, arrival))
+        self._latest[channel] = arrival
+        if len(self._latest) > self._prune_at:
+            self._latest = {key: latest for key, latest in self._latest.items() if latest > now}
+            self._prune_at = max(1024, 2 * len(self._latest))
+        return arrival
