@@ -7,10 +7,8 @@ except a bounded cache: ten thousand nodes cost ten thousand records.
 
     latency of a path = access latency + half the regions' round trip + access latency, plus jitter per message
 
-Rules of reach: an *open* node can be called by everyone. One behind a *nat* calls out freely and can be called only
-through its relay, or directly where hole punching works. A *relay_only* node sends and receives everything through its
-relay. A reply travels back over the connection that its call opened (`reply=True`). A path through a relay is one flow
-over both hops. A node reaches itself at once, over no link.
+Who can be called by whom is in `sim/reach.py`; a path through a relay is one flow over both hops. A node reaches itself
+at once, over no link.
 
 Units: what users state is in Mbit/s (1e6 bit) and ms, as the names say; inside, bytes/s and s.
 """
@@ -21,19 +19,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil, inf, log
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from sim.flows import FlowEngine
 from sim.jitter import NO_JITTER, Jitter
 from sim.link_faults import WHOLE, Condition, Direction, Fault, LinkFault, Partition, either
+from sim.reach import NATS, Nat, Node, Place, hops_between
 from sim.regions import Regions, region_set
 from sim.transport import FAIR, Transport
 
-Nat = Literal["open", "nat", "relay_only"]
-NATS: tuple[str, ...] = ("open", "nat", "relay_only")
-Time = TypeVar("Time", int, float)
 BYTES_PER_S = 1e6 / 8
 """One Mbit/s."""
 BORDER_BYTES_PER_S = 1e15
@@ -53,6 +49,14 @@ class Path(NamedTuple):
     rate_bound_bytes_per_s: float
     weight: float
     jitters: tuple[Jitter, ...]
+
+
+class Middle(NamedTuple):
+    """What lies between the access lines of two places."""
+
+    links: tuple[int, ...]
+    latency_s: float  # one way
+    rate_bound_bytes_per_s: float
 
 
 class Fate(NamedTuple):
@@ -75,20 +79,6 @@ class _Line:
     condition: Condition = WHOLE
 
 
-@dataclass(slots=True)
-class _Node:
-    name: str
-    region: str | None
-    up: int
-    down: int
-    sites: tuple[str, ...]
-    latency_s: float
-    loss: float
-    jitter: Jitter
-    nat: Nat
-    relay: int | None
-
-
 class Network:
     """Nodes, sites, regions and their lines, on one flow engine. Nodes are numbered from 0 in the order added."""
 
@@ -107,8 +97,8 @@ class Network:
         """`regions`: a named set, or round trips in ms by pair (one order of a pair is enough).
 
         `jitter_ms` is short for an exponential jitter of that mean on every path. `single_flow_bound`: no flow beats
-        the set's measured single-flow rate. `borders`: give each pair of regions a link of its own, without limit, which a
-        partition closes; needed for partitions, costs a little speed.
+        the set's measured single-flow rate. `borders`: give each pair of regions a link of its own, without limit, that
+        a partition closes; needed for partitions, costs a little speed.
         """
         if jitter_ms and jitter is not NO_JITTER:
             raise ValueError(f"both jitter_ms = {jitter_ms} and a jitter law were given; expected one of them")
@@ -118,8 +108,9 @@ class Network:
         self.single_flow_bound = single_flow_bound
         self.borders = borders
         self._regions = region_set(regions) if isinstance(regions, str) else regions
-        self._jitter = Jitter("exponential", (jitter_ms / 1e3,)) if jitter_ms else jitter
-        self._nodes: list[_Node] = []
+        law = Jitter("exponential", (jitter_ms / 1e3,)) if jitter_ms else jitter
+        self._jitters: tuple[Jitter, ...] = () if law.is_none else (law,)
+        self._nodes: list[Node] = []
         self._lines: dict[int, _Line] = {}
         self._sites: dict[str, tuple[int, int]] = {}  # name -> link out, link in
         self._trunks: dict[str, tuple[int, int]] = {}
@@ -129,7 +120,10 @@ class Network:
         self._down: set[int] = set()  # links that carry nothing
         self._disturbed: set[int] = set()  # links with message faults
         self._all_open = True
+        self._lossy: set[int] = set()  # links with packet loss of their own
         self._paths: dict[int, Path] = {}
+        self._places: dict[tuple[str | None, tuple[str, ...]], Place] = {}
+        self._middles: dict[tuple[Place, Place], Middle] = {}
 
     # ------------------------------------------------------------ building
 
@@ -165,15 +159,14 @@ class Network:
                 raise ValueError(f"{name} is in site {site!r}; expected one of {', '.join(self._sites) or 'none'}")
         if region is not None and self._regions is not None:
             self._rtt_ms(region, region)
-        node = _Node(
+        node = Node(
             name=name,
-            region=region,
+            place=self._places.setdefault((region, tuple(sites)), Place(region, tuple(sites))),
             up=self._add_line(f"uplink of {name}", uplink_mbit_s),
             down=self._add_line(f"downlink of {name}", downlink_mbit_s),
-            sites=tuple(sites),
             latency_s=latency_ms / 1e3,
             loss=loss_fraction,
-            jitter=jitter,
+            jitters=() if jitter.is_none else (jitter,),
             nat=nat,
             relay=relay,
         )
@@ -195,6 +188,7 @@ class Network:
         out = self._add_line(f"trunk out of {region}", out_mbit_s)
         self._trunks[region] = (out, self._add_line(f"trunk into {region}", in_mbit_s))
         self._paths.clear()
+        self._middles.clear()
 
     def _add_line(self, name: str, mbit_s: float) -> int:
         if not 0 < mbit_s < inf:
@@ -237,7 +231,7 @@ class Network:
         if isinstance(hops, str):
             return hops
         for a, b in pairwise(hops):
-            here, there = self._nodes[a].region, self._nodes[b].region
+            here, there = self._nodes[a].place.region, self._nodes[b].place.region
             for name, partition in self._partitions.items():
                 if partition.cuts(here, there):
                     return f"partition {name!r} cuts {here} off from {there}"
@@ -247,68 +241,58 @@ class Network:
         return None
 
     def _hops(self, source: int, target: int, reply: bool) -> list[int] | str:
-        """The nodes that a message passes, or a sentence why there is no way."""
-        if reply:
-            hops = self._hops(target, source, False)
-            return hops if isinstance(hops, str) else hops[::-1]
-        if source == target or self._all_open:
+        if self._all_open or source == target:
             return [source, target]
-        s, t = self._nodes[source], self._nodes[target]
-        hops = [source]
-        if s.nat == "relay_only" and s.relay != target:
-            hops.append(self._relay_of(s))
-        punched = self.hole_punching and t.nat == "nat" and s.nat != "relay_only"
-        if t.nat != "open" and t.relay != source and not punched:
-            if t.relay is None:
-                return f"{t.name} is behind a NAT and has no relay: {s.name} cannot open a connection to it"
-            if hops[-1] != t.relay:
-                hops.append(self._relay_of(t))
-        return [*hops, target]
-
-    def _relay_of(self, node: _Node) -> int:
-        relay = node.relay
-        if relay is None or not 0 <= relay < len(self._nodes) or self._nodes[relay].nat != "open":
-            raise ValueError(f"relay of {node.name} is {relay}; expected the number of an open node")
-        return relay
+        if reply:
+            hops = hops_between(self._nodes, target, source, self.hole_punching)
+            return hops if isinstance(hops, str) else hops[::-1]
+        return hops_between(self._nodes, source, target, self.hole_punching)
 
     def _build(self, hops: Sequence[int]) -> Path:
-        links: list[int] = []
+        if hops[0] == hops[-1]:
+            return Path((), 0.0, 0.0, 0.0, inf, 1.0, ())
+        links: tuple[int, ...] = ()
         latency_s, loss, bound = 0.0, 0.0, inf
-        jitters = [self._jitter]
+        jitters = self._jitters
         for source, target in pairwise(hops):
-            if source == target:
-                return Path((), 0.0, 0.0, 0.0, inf, 1.0, ())
             s, t = self._nodes[source], self._nodes[target]
-            links.extend(self._links_between(s, t))
-            latency_s += s.latency_s + self._rtt_ms(s.region, t.region) / 2e3 + t.latency_s
+            middle = self._middle(s.place, t.place)
+            links += (s.up, *middle.links, t.down)
+            latency_s += s.latency_s + middle.latency_s + t.latency_s
             loss = either(loss, either(s.loss, t.loss))
-            jitters += [s.jitter, t.jitter]
-            if self.single_flow_bound and isinstance(self._regions, Regions) and s.region and t.region:
-                gbit_s = self._regions.single_flow_gbit_s(s.region, t.region)
-                bound = bound if gbit_s is None else min(bound, gbit_s * 1e3 * BYTES_PER_S)
-        for link in links:
-            loss = either(loss, self._lines[link].condition.packet_loss)
-        capacities = [self._lines[link].capacity_bytes_per_s for link in links]
-        return Path(
-            links=tuple(links),
-            one_way_latency_s=latency_s * self.transport.latency_factor,
-            round_trip_s=2 * latency_s,
-            loss=loss,
-            rate_bound_bytes_per_s=min(bound, self.transport.rate_bound_bytes_per_s(2 * latency_s, loss)),
-            weight=self.transport.weight(latency_s, capacities),
-            jitters=tuple(jitter for jitter in jitters if not jitter.is_none),
-        )
+            bound = min(bound, middle.rate_bound_bytes_per_s)
+            if s.jitters or t.jitters:
+                jitters += s.jitters + t.jitters
+        if self._lossy:
+            for link in links:
+                loss = either(loss, self._lines[link].condition.packet_loss)
+        transport, weight = self.transport, 1.0
+        if loss > 0.0 or transport.window_bytes < inf:
+            bound = min(bound, transport.rate_bound_bytes_per_s(2 * latency_s, loss))
+        if transport.weight_bytes is not None:
+            weight = transport.weight(latency_s, [self._lines[link].capacity_bytes_per_s for link in links])
+        return Path(links, latency_s * transport.latency_factor, 2 * latency_s, loss, bound, weight, jitters)
 
-    def _links_between(self, s: _Node, t: _Node) -> list[int]:
-        links = [s.up, *(self._sites[site][0] for site in s.sites if site not in t.sites)]
-        if s.region != t.region:
-            if s.region in self._trunks:
-                links.append(self._trunks[s.region][0])
-            if self.borders and s.region is not None and t.region is not None:
-                links.append(self._border(s.region, t.region))
-            if t.region in self._trunks:
-                links.append(self._trunks[t.region][1])
-        return [*links, *(self._sites[site][1] for site in reversed(t.sites) if site not in s.sites), t.down]
+    def _middle(self, source: Place, target: Place) -> Middle:
+        """What lies between the access lines of two places."""
+        middle = self._middles.get((source, target))
+        if middle is not None:
+            return middle
+        links = [self._sites[site][0] for site in source.sites if site not in target.sites]
+        a, b, bound = source.region, target.region, inf
+        if a != b:
+            if a in self._trunks:
+                links.append(self._trunks[a][0])
+            if self.borders and a is not None and b is not None:
+                links.append(self._border(a, b))
+            if b in self._trunks:
+                links.append(self._trunks[b][1])
+        links += [self._sites[site][1] for site in reversed(target.sites) if site not in source.sites]
+        if self.single_flow_bound and isinstance(self._regions, Regions) and a is not None and b is not None:
+            gbit_s = self._regions.single_flow_gbit_s(a, b)
+            bound = inf if gbit_s is None else gbit_s * 1e3 * BYTES_PER_S
+        middle = self._middles[source, target] = Middle(tuple(links), self._rtt_ms(a, b) / 2e3, bound)
+        return middle
 
     def _border(self, source: str, target: str) -> int:
         border = self._borders.get((source, target))
@@ -437,6 +421,7 @@ class Network:
         if condition.packet_loss != line.condition.packet_loss:
             self._paths.clear()
         line.condition = condition
+        (self._lossy.add if condition.packet_loss > 0 else self._lossy.discard)(link)
         (self._down.discard if condition.working else self._down.add)(link)
         (self._disturbed.add if condition.disturbs_messages else self._disturbed.discard)(link)
         whole = line.capacity_bytes_per_s * self.transport.payload_efficiency
@@ -446,27 +431,3 @@ class Network:
         for (source, target), border in self._borders.items():
             closed = any(partition.cuts(source, target) for partition in self._partitions.values())
             self.engine.set_capacity(now_s, border, 0.0 if closed else BORDER_BYTES_PER_S)
-
-
-class ChannelOrder:
-    """Keeps the messages of one channel in order: none arrives before one that was sent earlier.
-
-    A channel is any hashable key: (source, target), or (source, target, stream) for transfers that are meant to run
-    side by side. Times are in any one unit. Only channels with something still under way are remembered for long.
-    """
-
-    def __init__(self) -> None:
-        self._latest: dict[object, Any] = {}
-        self._prune_at = 1024
-
-    def __len__(self) -> int:
-        return len(self._latest)
-
-    def arrival(self, channel: object, arrival: Time, now: Time) -> Time:
-        """When a message, sent after all earlier ones of its channel, may be handed over: not before any of them."""
-        arrival = max(arrival, self._latest.get(channel, arrival))
-        self._latest[channel] = arrival
-        if len(self._latest) > self._prune_at:
-            self._latest = {key: latest for key, latest in self._latest.items() if latest > now}
-            self._prune_at = max(1024, 2 * len(self._latest))
-        return arrival
