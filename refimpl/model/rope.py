@@ -101,6 +101,6 @@ class RopeTable:
 def rotate(x_BTHD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn each pair of dimensions: (x, y) → (x cos − y sin, y cos + x sin); the sign of the first half is in `sin`.
 
-    Not `addcmul`: its fused rounding moves SmolLM2's logits by 1e-4 off transformers', without it they are the same bits.
+    Not `addcmul`: its fused rounding moves SmolLM2's logits 1e-4 off transformers', and these are the same bits.
     """
     return x_BTHD * cos + x_BTHD.roll(x_BTHD.shape[-1] // 2, -1) * sin
