@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from functools import cache
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,8 @@ PHILOX_ROUNDS = 10
 OCTAVES, PARTS = 32, 64  # bins per side: w (or 1 - w) in [2^(e-33), 2^(e-32)), cut into 64 equal parts
 FRACTION_BITS = 25  # what is left of a 32-bit normalised number under 1 leading and 6 part bits
 OUT_BITS, GUARD_BITS = 26, 8  # noise in units of 2^-26; coefficients in units of 2^-34
+
+TWO_PI = Decimal("6.283185307179586476925286766559")
 
 IntArray = npt.NDArray[np.int64]
 
@@ -132,6 +135,27 @@ def gumbel_table() -> IntArray:
     return quantile_table(_gumbel_quantile).reshape(-1, 3)
 
 
+def _normal_quantile(w: Decimal, rest: Decimal) -> Decimal:
+    """Newton's step on a float64 quantile: x - (Φ(x) - w) / φ(x), with Φ - 1/2 = φ(x) · (x + x³/3 + x⁵/15 + …)."""
+    if w > rest:
+        return -_normal_quantile(rest, w)
+    x = Decimal(NormalDist().inv_cdf(float(w))) if w < Decimal("0.5") else Decimal(0)
+    density = (-x * x / 2).exp() / TWO_PI.sqrt()
+    term = series = x
+    n = 1
+    while abs(term) > Decimal("1e-24") * abs(series):
+        n += 2
+        term *= x * x / n
+        series += term
+    return x - (Decimal("0.5") + density * series - w) / density
+
+
+@cache
+def normal_table() -> IntArray:
+    """The table of the normal distribution's quantiles. Made once (about a second)."""
+    return quantile_table(_normal_quantile).reshape(-1, 3)
+
+
 @cache
 def _table_on(table: Callable[[], IntArray], device: str) -> Tensor:
     return torch.from_numpy(table()).to(device)
@@ -162,11 +186,16 @@ def gumbel_noise_at(seeds_B: Tensor, positions_B: Tensor, tokens_BK: Tensor) -> 
     return noise_from_words(random_words_at(seeds_B, positions_B, tokens_BK, GUMBEL_STREAM), gumbel_table)
 
 
+def normal_noise(seeds_B: Tensor, positions_B: Tensor, first_token: int, count: int) -> Tensor:
+    """Standard normal numbers (float32, [B, N]), made like Gumbel noise but on a stream of their own."""
+    return noise_from_words(random_words(seeds_B, positions_B, first_token, count, NORMAL_STREAM), normal_table)
+
+
 def derive_seed(base: int, *path: int) -> int:
     """A seed of its own for one use of `base` (which prompt, which completion): 63 bits, by Philox along `path`."""
-    seed = base
+    seed = (base + 2**63) % 2**64 - 2**63  # as int64 would wrap it
     for depth, step in enumerate(path):
-        ids = torch.tensor([seed & (2**63 - 1)]), torch.tensor([step])
+        ids = torch.tensor([seed]), torch.tensor([step])
         low, high = random_words(*ids, 4 * depth, 2, DERIVE_STREAM)[0].tolist()
         seed = low | (high & 0x7FFFFFFF) << 32
     return seed
