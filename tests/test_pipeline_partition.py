@@ -93,7 +93,7 @@ def check(result: Partition, chain, devices, links, weight):
 @pytest.mark.parametrize("order", ["given", "free"])
 @pytest.mark.parametrize("weight", [1.0, 2.0, 5.0, np.inf])
 def test_equals_brute_force_on_random_small_problems(order, weight):
-    """ "Exact for small cases": 500 problems for each order and number of micro-batches, 4000 in all."""
+    """Exact for small cases: 500 problems for each order and number of micro-batches, 4000 in all."""
     rng = np.random.default_rng([len(order), int(min(weight, 99))])
     feasible = 0
     for _ in range(500):
@@ -175,7 +175,7 @@ def test_embedding_and_head_count_where_they_lie():
 
 
 def test_a_model_that_fits_nowhere_says_what_is_missing_and_where():
-    """ "No feasible cut: say what is missing and where": layers, device and bytes are in the sentence."""
+    """No feasible cut: say what is missing and where: layers, device and bytes are in the sentence."""
     chain = Chain(layer_bytes=(10.0,) * 8)
     devices = [Device(name="left", memory_bytes=25, layer_s=1), Device(name="right", memory_bytes=31, layer_s=1)]
     with pytest.raises(
@@ -236,7 +236,7 @@ def test_chain_of_a_model_adds_up():
 
 
 def test_a_hundred_devices_and_a_hundred_layers_in_seconds():
-    """ "Fast for 100 devices x 100 layers": three kinds of device in two regions, and all 100 different."""
+    """Fast for 100 devices x 100 layers: two kinds of device in two regions, and 100 different ones, in any order."""
     chain = Chain(layer_bytes=(1.0,) * 100, embedding_bytes=1.0, head_bytes=1.0)
     kinds = [(4.0, 3.0), (12.0, 1.0)]
     region = np.arange(100) % 2

@@ -33,7 +33,7 @@ from refimpl.pipeline.partition_dp import Cut, Tables, best_in_order, best_of_ki
 from refimpl.work import ModelSize
 
 WORK_MAX = 150_000_000
-"""Inner steps that one exact table for free order may cost (about 0.2 s of one core); beyond it: local search."""
+"""Inner steps that one exact table for free order may cost (about 0.5 s of one core); beyond it: local search."""
 
 Objective = Literal["throughput", "latency"]
 
