@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from refimpl.toploc.check import (
     ChunkScore,
     Thresholds,
     Verification,
+    _claims_outside,
     _distance,
     judge,
     verify_proofs,
 )
-from refimpl.toploc.proof import BadProof, Mode, Proof, build_proofs
+from refimpl.toploc.proof import BadProof, Mode, Proof, build_proofs, decode_all
+from refimpl.toploc.top import top_k_all
 
 DATA = Path(__file__).parent / "data" / "toploc"
 PAPER, DEPLOYED = PRESETS["paper"], PRESETS["deployed"]
@@ -45,6 +48,10 @@ def bf16(bits: object) -> torch.Tensor:
 
 def gaussian(tokens: int, hidden: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def bits_of(states: torch.Tensor) -> np.ndarray:
+    return states.view(torch.int16).numpy().view(np.uint16).ravel()
 
 
 def encoded(states: torch.Tensor, **options: object) -> list[bytes]:
@@ -313,15 +320,35 @@ def test_t10_what_lies_outside_the_top_k_can_be_replaced_unseen() -> None:
     assert verification.accepted and triples(verification) == [(0, 0.0, 0.0)]
 
 
-def test_a_constant_proof_passes_the_package_and_not_strict_mode() -> None:
-    """Made without any activations: the largest numbers of a chunk share a power of two, and half of them a sign."""
-    states = gaussian(64, 576)
+@pytest.mark.parametrize("states", [gaussian(64, 576), gaussian(64, 576).abs(), gaussian(512, 64).abs()])
+def test_a_constant_proof_passes_the_package_and_not_strict_mode(states: torch.Tensor) -> None:
+    """Made without any activations: the largest numbers of a chunk lie within one or two powers of two."""
     constant = np.zeros(128, np.uint16)
     constant[0] = 0x4030  # 2.75
-    proofs = [Proof(65497, constant).encode()] * 2
+    proofs = [Proof(65497, constant).encode()] * (len(states) // 32)
     assert verify_proofs(states, proofs, mode="published", thresholds=DEPLOYED).accepted
-    assert verify_proofs(states, proofs, thresholds=DEPLOYED).code in ("mismatch", "drift")
-    assert verify_proofs(states, proofs, thresholds=PAPER).code == "mismatch"
+    for thresholds in (DEPLOYED, PAPER):
+        verification = verify_proofs(states, proofs, thresholds=thresholds)
+        assert re.match(r"not_binding: proof 0 claims large values at (\d+) of \1 places", verification.reason)
+
+
+def test_honest_proofs_claim_next_to_nothing_outside_the_top_k() -> None:
+    """About 2 of 100 where the top K spans two powers of two; far from the half that rejects, over 1280 proofs."""
+    states = torch.cat([gaussian(20_480, 64), (gaussian(20_480, 64, seed=1).float() ** 5).bfloat16()])
+    bits, start = bits_of(states), np.arange(1281) * 32 * 64
+    index, points, _ = top_k_all(bits, start, 128)
+    modulus, coefficients = decode_all(encoded(states), top_k=128, mode="strict")
+    large, probed = _claims_outside(bits, start, index, points, modulus, coefficients)
+    assert probed.min() > 64 and (large / probed).max() < 0.2
+    assert 0.005 < large.sum() / probed.sum() < 0.05
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5])
+def test_activations_that_are_all_equal_are_honestly_a_constant(value: float) -> None:
+    states = torch.full((32, 64), value, dtype=torch.bfloat16)
+    (proof,) = build_proofs(states)
+    assert not proof.coefficients[1:].any()
+    assert verify_proofs(states, [proof.encode()]).accepted
 
 
 def test_t12_replays_of_another_dtype_are_the_callers_error() -> None:

@@ -17,7 +17,10 @@ Two modes, one code path; `RULES` lists every difference. *published*: the score
    the published mantissa difference, so the presets keep their meaning; across a power of two, one unit in the last
    place is an error of 1 where the package sees a mismatch;
 5. an own replay that is not finite is its own verdict, about nobody's honesty;
-6. a bound on mismatches is out of 128 values and scales with the values compared, so that a short chunk or a smaller K
+6. a proof must bind: an honest polynomial evaluates to garbage wherever it binds nothing, so one that claims large
+   values at places where the replay has small ones was made without activations. (The simplest is a constant: the K
+   largest numbers are much alike, and the package takes it for a proof of many a chunk under its deployed bounds.)
+7. a bound on mismatches is out of 128 values and scales with the values compared, so that a short chunk or a smaller K
    does not pass by having fewer values than the bound.
 
 In both modes a bad proof is a rejection with a reason: nothing that a worker sends raises. The package's list path
@@ -26,7 +29,7 @@ crash the package (modulus zero, no coefficients, a chunk with fewer than K numb
 coefficients are rejected.
 
 What stays unseen: everything outside the top K, and how tokens were chosen (`proof.py`). Nor does a proof show that its
-maker ran anything, where the K largest numbers and their places can be guessed.
+maker ran anything, if the places of the K largest numbers and their values can be guessed.
 
 Shape legend: T tokens, D hidden size, G chunks, K numbers per proof.
 """
@@ -46,12 +49,14 @@ from refimpl.toploc.top import INFINITY
 
 NOTHING_MATCHES = 2.0**64  # mean and median where no value matches, as in the published package
 VALUES_OF_BOUND = 128  # the number of values that the bounds on mismatches were set for
+PROBES, PROBES_MIN = 128, 32  # places outside the top K that are looked at, and the fewest that tell anything
 
 REASONS = {
     "accepted": "all chunks are within the thresholds",
     "nothing_to_check": "an empty answer with no proofs",
     "wrong_count": "not one proof per chunk",
     "malformed": "a proof that no builder can have written",
+    "not_binding": "a proof that claims large values everywhere: made without activations",
     "mismatch": "too many values differ in sign or by a factor of two",
     "drift": "the values that match are too far away on average",
     "short_chunk": "a chunk has fewer numbers than top_k, which published proofs cannot bind",
@@ -66,16 +71,27 @@ class Rules:
     one_proof_per_chunk: bool
     whole_numbers: bool  # compare sign, exponent and mantissa as one ordered number; else exponent and mantissa apart
     canonical: bool  # modulus and degree must be those that the size of the chunk gives
+    must_bind: bool
     replay_finite: bool
     scale_bounds: bool
 
 
 RULES: dict[Mode, Rules] = {
     "strict": Rules(
-        one_proof_per_chunk=True, whole_numbers=True, canonical=True, replay_finite=True, scale_bounds=True
+        one_proof_per_chunk=True,
+        whole_numbers=True,
+        canonical=True,
+        must_bind=True,
+        replay_finite=True,
+        scale_bounds=True,
     ),
     "published": Rules(
-        one_proof_per_chunk=False, whole_numbers=False, canonical=False, replay_finite=False, scale_bounds=False
+        one_proof_per_chunk=False,
+        whole_numbers=False,
+        canonical=False,
+        must_bind=False,
+        replay_finite=False,
+        scale_bounds=False,
     ),
 }
 
@@ -172,6 +188,13 @@ def verify_proofs(
         ChunkScore(exponent_mismatches=int(m), mantissa_mean=float(mean), mantissa_median=float(median), values=int(n))
         for m, mean, median, n in zip(*scores, points_G, strict=True)
     )
+    if rules.must_bind:
+        large_G, probed_G = _claims_outside(bits, start_G, index_GK, points_G, modulus_G, coefficient_GK)
+        for g in map(int, np.flatnonzero((2 * large_G > probed_G) & (probed_G >= PROBES_MIN))):
+            sentence = (
+                f"proof {g} claims large values at {large_G[g]} of {probed_G[g]} places where there are small ones"
+            )
+            return _rejected("not_binding", sentence, chunk_scores)
     return judge(chunk_scores, thresholds, scale_bounds=rules.scale_bounds)
 
 
@@ -187,14 +210,14 @@ def judge(chunks: Sequence[ChunkScore], thresholds: Thresholds, *, scale_bounds:
                 sentence = (
                     f"chunk {g}: {score.exponent_mismatches} of {score.values} values differ, at most {bound:g} may"
                 )
-                return Verification(accepted=False, reason=f"mismatch: {sentence}", chunks=tuple(chunks))
+                return _rejected("mismatch", sentence, chunks)
         mean, median = score.mantissa_mean, score.mantissa_median
         if mean > thresholds.mantissa_mean or median > thresholds.mantissa_median:
             sentence = (
                 f"chunk {g}: mean error {mean:.4g} and median {median:g}, "
                 f"at most {thresholds.mantissa_mean:g} and {thresholds.mantissa_median:g} may be"
             )
-            return Verification(accepted=False, reason=f"drift: {sentence}", chunks=tuple(chunks))
+            return _rejected("drift", sentence, chunks)
     return Verification(accepted=True, reason=f"accepted: {len(chunks)} chunks within bounds", chunks=tuple(chunks))
 
 
@@ -212,9 +235,9 @@ def _not_canonical(length_G: np.ndarray, modulus_G: np.ndarray, coefficient_GK: 
     return ""
 
 
-def _rejected(code: str, sentence: str) -> Verification:
+def _rejected(code: str, sentence: str, chunks: Sequence[ChunkScore] = ()) -> Verification:
     assert code in REASONS
-    return Verification(accepted=False, reason=f"{code}: {sentence}")
+    return Verification(accepted=False, reason=f"{code}: {sentence}", chunks=tuple(chunks))
 
 
 @njit(cache=True, nogil=True)
@@ -265,3 +288,39 @@ def _scores(
         mean_G[g] = total / matches
         median_G[g] = median
     return mismatches_G, mean_G, median_G
+
+
+@njit(cache=True, nogil=True)
+def _claims_outside(
+    bits: np.ndarray,
+    start_G: np.ndarray,
+    index_GK: np.ndarray,
+    points_G: np.ndarray,
+    modulus_G: np.ndarray,
+    coefficient_GK: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(claims as large as the top K, places probed), per chunk, at places whose own number is less than half of them.
+
+    Up to 128 places, evenly spaced. An honest polynomial is as good as random there: with a top K that spans o powers
+    of two, (o + 2) / 255 of its claims are large. Twenty would make a tenth; a proof is rejected at more than a half.
+    """
+    chunks = modulus_G.size
+    large_G = np.zeros(chunks, np.int64)
+    probed_G = np.zeros(chunks, np.int64)
+    for g in range(chunks):
+        bits_N = bits[start_G[g] : start_G[g + 1]]
+        lowest, highest = np.int64(INFINITY), np.int64(0)
+        for j in range(points_G[g]):
+            magnitude = np.int64(bits_N[index_GK[g, j]]) & 0x7FFF
+            lowest, highest = min(lowest, magnitude), max(highest, magnitude)
+        x = np.zeros(PROBES, np.uint32)
+        probed = 0
+        for p in range(min(PROBES, bits_N.size)):
+            i = p * bits_N.size // PROBES if bits_N.size > PROBES else p
+            if (np.int64(bits_N[i]) & 0x7FFF) + 128 <= lowest:
+                x[probed] = i % modulus_G[g]
+                probed += 1
+        for claimed in evaluate(coefficient_GK[g], x[:probed]):
+            large_G[g] += lowest - 128 < (np.int64(claimed) & 0x7FFF) < highest + 128
+        probed_G[g] = probed
+    return large_G, probed_G

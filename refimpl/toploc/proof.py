@@ -173,11 +173,15 @@ def decode_all(raws: Sequence[bytes], *, top_k: int, mode: Mode) -> tuple[np.nda
     without its crashes: one to K coefficients (an odd last byte is dropped), any modulus but zero.
     """
     size = 2 + 2 * top_k
+
+    def name(g: int) -> str:
+        return f"proof {g}" if len(raws) > 1 else "the proof"
+
     for g, raw in enumerate(raws):
         if not isinstance(raw, bytes):
-            raise BadProof(f"proof {g} is no byte string but {type(raw).__name__}")
+            raise BadProof(f"{name(g)} is no byte string but {type(raw).__name__}")
         if len(raw) != size and (mode == "strict" or not 4 <= len(raw) <= size + 1):
-            raise BadProof(f"proof {g} has {len(raw)} bytes, expected {size} for {top_k} values")
+            raise BadProof(f"{name(g)} has {len(raw)} bytes, expected {size} for {top_k} values")
     whole = b"".join(raw if len(raw) == size else raw[: len(raw) // 2 * 2].ljust(size, b"\0") for raw in raws)
     numbers_GW = np.frombuffer(whole, ">u2").reshape(len(raws), 1 + top_k).astype(np.uint16)
     modulus_G, coefficient_GK = numbers_GW[:, 0].astype(np.int64), numbers_GW[:, 1:]
@@ -185,10 +189,10 @@ def decode_all(raws: Sequence[bytes], *, top_k: int, mode: Mode) -> tuple[np.nda
     outside = np.flatnonzero((modulus_G < lowest) | (modulus_G > highest))
     if outside.size:
         g = int(outside[0])
-        raise BadProof(f"proof {g} has modulus {modulus_G[g]}, expected {lowest} to {highest}")
+        raise BadProof(f"{name(g)} has modulus {modulus_G[g]}, expected {lowest} to {highest}")
     if mode == "strict" and (coefficient_GK >= PRIME).any():
         g = int(np.flatnonzero((coefficient_GK >= PRIME).any(axis=1))[0])
-        raise BadProof(f"proof {g} has a coefficient not below the prime {PRIME}: not the canonical encoding")
+        raise BadProof(f"{name(g)} has a coefficient not below the prime {PRIME}: not the canonical encoding")
     return modulus_G, coefficient_GK
 
 
