@@ -82,6 +82,7 @@ class FlowEngine:
         self._flow_in: list[int] = []  # slot -> flow
         self._links_in: list[Sequence[int]] = []  # slot -> its links, a private one last if it has a bound
         self._bound_link_in: list[int] = []  # slot -> private link that is its bound, or 0
+        self._size_in: list[float] = []  # slot -> bytes when it joined the core
         self._free_slots: list[int] = []
         self._core_next_s = INFINITY
         self._core_dirty = False
@@ -188,7 +189,7 @@ class FlowEngine:
             return max(0.0, solo.size_bytes - solo.rate * (now_s - solo.start_s))
         if flow in self._slot_of:
             slot = self._slot_of[flow]
-            left = float(detach(self._core, slot, self._now_s))
+            left = min(float(detach(self._core, slot, self._now_s)), self._size_in[slot])
             self._core_dirty = True
             self._forget(slot)
             return left
@@ -328,6 +329,7 @@ class FlowEngine:
             self._flow_in.append(0)
             self._links_in.append(())
             self._bound_link_in.append(0)
+            self._size_in.append(0.0)
         width = (self._core.flow_i.shape[1] - 2) // 2
         if slot >= self._core.flow_f.shape[0] or count > width:
             self._core = grown(self._core, links=0, flows=2 * slot, width=count, pool=0)
@@ -339,6 +341,7 @@ class FlowEngine:
         self._flow_in[slot] = flow
         self._links_in[slot] = links
         self._bound_link_in[slot] = bound_link
+        self._size_in[slot] = size_bytes
         self._slot_of[flow] = slot
         for link in links:
             self._core_count[link] += 1

@@ -9,7 +9,8 @@ A change is repaired in the order of rising levels, as Dijkstra's algorithm sett
 
 * A link whose flows or capacity changed is *pending*; so becomes a link that shares a flow whose rate moves.
 * A pending link waits in a queue under the lower of its old level and the level that its flows now allow. Flows held
-  by another pending link count as free to grow, so that this is never too high.
+  by another pending link count as free to grow, so that this is never too high; if it is too low, a second look when
+  its turn comes puts it back.
 * Popped at its old level while it could go higher, it is *released*: the links that its flows also cross are pending.
 * Popped at the level that its flows allow, it is settled: it takes every flow on it that is not held lower. If its
   level did not move, nothing spreads. A settled link is never opened again, so each is scanned only a few times.
@@ -35,8 +36,9 @@ SHARE, LEVEL, CAPACITY, SERVICE, SERVICE_S, ALLOWED, WEIGHTS = range(7)
 # SHARE: S_l. LEVEL: the same, but infinity while pending (= does not limit others yet). SERVICE: V_l at time SERVICE_S.
 # ALLOWED: the level that its flows allow, as last scanned. WEIGHTS: sum of weights of all flows on the link.
 # rows of link_i
-START, COUNT, ROOM, HELD, STATUS, STALE, QUEUE_AT, EVENT_AT, DIRTY = range(9)
+START, COUNT, ROOM, HELD, STATUS, SCANNED, QUEUE_AT, EVENT_AT, DIRTY = range(9)
 # START, COUNT, ROOM: its piece of the member pool. HELD: so many members, the first ones, are held by it (a heap).
+# SCANNED: the EPOCH in which ALLOWED was computed.
 # rows of member_i and member_f
 FLOW, PLACE, HOLDER = range(3)  # slot of the flow, which of the flow's links this is, link that holds the flow
 WEIGHT, KEY, LIMIT = range(3)
@@ -49,7 +51,8 @@ FLOW_WEIGHT, FLOW_LEFT = 0, 1  # FLOW_LEFT: bytes per weight, valid only until t
 # rows of lists and keys
 EVENTS, QUEUE, TOUCHED, CHANGED = range(4)
 # counters
-POOL_TOP, EVENT_COUNT, QUEUE_COUNT, TOUCHED_COUNT, CHANGED_COUNT, SOLVES, SCANS, MOVED = range(8)
+POOL_TOP, EVENT_COUNT, QUEUE_COUNT, TOUCHED_COUNT, CHANGED_COUNT, SOLVES, SCANS, MOVED, EPOCH = range(9)
+# EPOCH rises whenever a link becomes pending or settled: what was computed before may have changed.
 # values of STATUS
 CLEAN, PENDING, RELEASED, SETTLED = range(4)
 
@@ -71,7 +74,7 @@ class Core(NamedTuple):
     lists: np.ndarray  # int64 [4, links]: event heap, queue, touched links, changed links
     done_flow: np.ndarray  # int64 [flows]: slots that finished
     done_s: np.ndarray  # float64 [flows]: and when
-    counters: np.ndarray  # int64 [8]
+    counters: np.ndarray  # int64 [9]
 
 
 def new_core(links: int = 64, flows: int = 64, width: int = 4, pool: int = 1024) -> Core:
@@ -86,7 +89,7 @@ def new_core(links: int = 64, flows: int = 64, width: int = 4, pool: int = 1024)
         lists=np.zeros((4, links), np.int64),
         done_flow=np.zeros(flows, np.int64),
         done_s=np.zeros(flows),
-        counters=np.zeros(8, np.int64),
+        counters=np.zeros(9, np.int64),
     )
     core.link_f[SHARE:ALLOWED, :] = 0.0
     core.link_f[SHARE, :] = core.link_f[LEVEL, :] = np.inf
@@ -410,20 +413,21 @@ def _allowed_level(core, link):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _mark(core, link, level, lower):  # type: ignore[no-untyped-def]
-    """The link's flows changed at `level`: make it pending. `lower`: what its flows allow may have fallen."""
+def _mark(core, link, level):  # type: ignore[no-untyped-def]
+    """Something about the link's flows changed at `level`, and what they allow may have fallen to it."""
     link_i = core.link_i
     status = link_i[STATUS, link]
     if status == SETTLED:
         return
-    link_i[STALE, link] = 1
     if status == CLEAN:
         link_i[STATUS, link] = PENDING
+        link_i[SCANNED, link] = -1
+        core.counters[EPOCH] += 1
         core.link_f[LEVEL, link] = np.inf
         core.lists[TOUCHED, core.counters[TOUCHED_COUNT]] = link
         core.counters[TOUCHED_COUNT] += 1
         _heap_set(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link, level)
-    elif lower and core.keys[QUEUE, link_i[QUEUE_AT, link]] > level:
+    elif core.keys[QUEUE, link_i[QUEUE_AT, link]] > level:
         _heap_set(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link, level)
 
 
@@ -441,9 +445,9 @@ def _release(core, link, level, allowed, everyone):  # type: ignore[no-untyped-d
                 continue
             if link_i[STATUS, other] == CLEAN and link_f[SHARE, other] == np.inf:
                 if allowed > core.member_f[LIMIT, link_i[START, other] + core.flow_i[flow, FIRST + width + j]]:
-                    _mark(core, other, level, True)
+                    _mark(core, other, level)
             elif everyone:
-                _mark(core, other, level, True)
+                _mark(core, other, level)
 
 
 @njit(cache=True)
@@ -468,6 +472,7 @@ def _settle(core, width, link, level, now_s):  # type: ignore[no-untyped-def]
         level = before
     start, held, count = link_i[START, link], link_i[HELD, link], link_i[COUNT, link]
     link_i[STATUS, link] = SETTLED
+    core.counters[EPOCH] += 1
     if held > 0:
         link_f[SERVICE, link] = _service(core, link, now_s)
     link_f[SERVICE_S, link] = now_s
@@ -481,8 +486,8 @@ def _settle(core, width, link, level, now_s):  # type: ignore[no-untyped-def]
             flow = core.member_i[FLOW, p]
             for j in range(flow_i[flow, LINKS]):
                 other = flow_i[flow, FIRST + j]
-                if other != link and (link_i[STATUS, other] != CLEAN or link_f[SHARE, other] != np.inf):
-                    _mark(core, other, level, False)
+                if other != link and link_i[STATUS, other] == CLEAN and link_f[SHARE, other] != np.inf:
+                    _mark(core, other, level)
     i = held
     while i < count:
         flow, holder = core.member_i[FLOW, start + i], core.member_i[HOLDER, start + i]
@@ -494,8 +499,8 @@ def _settle(core, width, link, level, now_s):  # type: ignore[no-untyped-def]
             _hold(core, width, flow, link, left, now_s)  # swaps the flow with member `held`, which was looked at before
             for j in range(flow_i[flow, LINKS]):
                 other = flow_i[flow, FIRST + j]
-                if other != link and (link_i[STATUS, other] != CLEAN or link_f[SHARE, other] != np.inf):
-                    _mark(core, other, level, False)
+                if other != link and link_i[STATUS, other] == CLEAN and link_f[SHARE, other] != np.inf:
+                    _mark(core, other, level)
         i += 1
 
 
@@ -507,26 +512,26 @@ def solve(core, now_s):  # type: ignore[no-untyped-def]
     for i in range(counters[CHANGED_COUNT]):
         link = core.lists[CHANGED, i]
         link_i[DIRTY, link] = 0
-        _mark(core, link, 0.0, True)
+        _mark(core, link, 0.0)
     counters[CHANGED_COUNT] = 0
     counters[SOLVES] += 1
     while counters[QUEUE_COUNT] > 0:
         link, level = core.lists[QUEUE, 0], core.keys[QUEUE, 0]
         before = link_f[SHARE, link]
-        if link_i[STALE, link]:
-            link_i[STALE, link] = 0
+        if link_i[SCANNED, link] != counters[EPOCH]:
+            link_i[SCANNED, link] = counters[EPOCH]
             allowed, old_allowed = _allowed_level(core, link), link_f[ALLOWED, link]
             link_f[ALLOWED, link] = allowed
             if link_i[STATUS, link] == RELEASED and allowed > old_allowed:
                 _release(core, link, level, allowed, False)
-            key = min(before, allowed) if link_i[STATUS, link] == PENDING else allowed
-            if key > level:
-                _heap_set(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link, key)
-                continue
         allowed = link_f[ALLOWED, link]
+        key = min(before, allowed) if link_i[STATUS, link] == PENDING else allowed
+        if key > level:
+            _heap_set(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link, key)
+            continue
         if link_i[STATUS, link] == PENDING and before * (1.0 + SAME) < allowed:
             link_i[STATUS, link] = RELEASED
-            link_i[STALE, link] = 1
+            link_i[SCANNED, link] = -1
             _release(core, link, level, allowed, True)
             continue
         _heap_remove(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link)
