@@ -23,6 +23,7 @@ NEAR = 1e-9
 # ---------------------------------------------------------------- random scenarios, both engines side by side
 
 Step = tuple[Any, ...]
+Transfer = tuple[float, tuple[int, ...], float]  # start, links, bytes
 
 CAPACITIES = st.one_of(st.sampled_from([0.0, 1.0, 2.0, 3.0, 6.0, 10.0]), st.floats(0.1, 100.0))
 SIZES = st.one_of(st.sampled_from([0.0, 1.0, 12.0, 60.0]), st.floats(0.01, 1000.0))
@@ -366,7 +367,7 @@ def load(name: str) -> dict[str, Any]:
     return json.loads(gzip.decompress((SIMGRID / f"{name}.json.gz").read_bytes()))
 
 
-def mesh_flows(case: dict[str, Any], engine: FlowEngine) -> list[tuple[float, tuple[int, ...], float]]:
+def mesh_flows(case: dict[str, Any], engine: FlowEngine) -> list[Transfer]:
     up, down, out, into = (
         [engine.add_link(c) for c in case[f"{kind}_bytes_per_s"]] for kind in ("uplink", "downlink", "trunk", "trunk")
     )
@@ -378,8 +379,9 @@ def mesh_flows(case: dict[str, Any], engine: FlowEngine) -> list[tuple[float, tu
     return flows
 
 
-def finish_times(engine: FlowEngine, flows: list[tuple[float, tuple[int, ...], float]]) -> list[float]:
-    place, finish_s = {}, [math.nan] * len(flows)
+def finish_times(engine: FlowEngine, flows: list[Transfer]) -> list[float]:
+    place: dict[int, int] = {}
+    finish_s = [math.nan] * len(flows)
     for i, (start_s, links, size) in enumerate(flows):
         for flow, at_s in engine.advance(start_s):
             finish_s[place[flow]] = at_s
@@ -407,6 +409,6 @@ def test_star_durations_equal_simgrid() -> None:
     case, engine = load("star_1000_pure"), FlowEngine()
     relay = [engine.add_link(c) for c in case["relay_bytes_per_s"]]
     client = [engine.add_link(c) for c in case["client_bytes_per_s"]]
-    flows = [(0.0, (relay[r], client[i]), case["size"]) for i, r in enumerate(case["relay_of_client"])]
+    flows: list[Transfer] = [(0.0, (relay[r], client[i]), case["size"]) for i, r in enumerate(case["relay_of_client"])]
     ours = finish_times(engine, flows)
     assert max(abs(a / b - 1) for a, b in zip(ours, case["finish_s"], strict=True)) < 1e-12
