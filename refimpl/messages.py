@@ -396,6 +396,15 @@ class AskWork(Message):
 
 @wire
 @dataclass(frozen=True)
+class Heartbeat(Message):
+    """Worker -> orchestrator: I am here, and have done this much."""
+
+    public_key: str
+    tasks_done: int
+
+
+@wire
+@dataclass(frozen=True)
 class Assignment(Message):
     """Orchestrator -> worker: answer these problems, chosen by the deterministic rule from (address, counter, step)."""
 

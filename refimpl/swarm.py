@@ -109,8 +109,11 @@ async def orchestrator(seat: Seat) -> None:
         batch=seat.plan.agreement.batch,
         assignments=seat.plan.assignments,
     )
-    Orchestrator(seat.world, config, seat.journal).serve()
+    role = Orchestrator(seat.world, config, seat.journal)
+    role.serve()
+    seat.world.spawn(role.run(), "orchestrator")
     await seat.stop.wait()
+    role.stop()
 
 
 async def validator(seat: Seat) -> None:

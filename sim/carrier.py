@@ -1,11 +1,13 @@
 """Carries the simulated world's messages over the flow-level network.
 
 A message is a flow over its path's links; when its last byte has left the links, it still needs the path's latency.
-Messages of one channel (source, target) arrive in the order in which they were sent, as over one connection.
+Messages of one channel are handed over in the order in which they were sent, as over one connection; a channel is
+(source, target, kind of message). Bulk data has no channel: parallel transfers may overtake each other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -13,11 +15,34 @@ import numpy as np
 from simpy.events import Event
 
 from sim.kernel import LATE, SECOND_NS, Kernel, to_ns
-from sim.network import Network
+from sim.network import DELIVERED, Network
+from sim.reach import ChannelOrder
 
 Arrived = Callable[[], None]
+Channel = tuple[int, int, str]
 
 NEVER_NS = 1 << 62
+
+
+class _Message:
+    """One message under way."""
+
+    __slots__ = ("arrival_ns", "arrived", "channel", "delay_s", "target")
+
+    def __init__(self, target: int, delay_s: float, arrived: Arrived, channel: Channel | None) -> None:
+        self.target, self.delay_s, self.arrived, self.channel = target, delay_s, arrived, channel
+        self.arrival_ns = -1  # not known before its bytes have left the links
+
+    def hand_over(self, _: Event) -> None:
+        self.arrived()
+
+
+def _not_before(instant_s: float) -> int:
+    """The first nanosecond that, as the engine's float seconds, is not before `instant_s`."""
+    instant_ns = int(instant_s * SECOND_NS)
+    while instant_ns / SECOND_NS < instant_s:
+        instant_ns += 1
+    return instant_ns
 
 
 class FlowCarrier:
@@ -28,23 +53,43 @@ class FlowCarrier:
         self.engine = network.engine
         self.bytes_sent = 0
         self.messages_sent = 0
-        self._flows: dict[int, tuple[int, int, float, Arrived]] = {}  # flow -> source, target, delay, arrived
+        self.messages_lost = 0
+        self._flows: dict[int, _Message] = {}
         self._wake_ns = NEVER_NS  # when the next look at the engine is scheduled
         self._settling = False
-        self._last_ns: dict[tuple[int, int], int] = {}  # channel -> its latest arrival
+        self._channels: dict[Channel, deque[_Message]] = {}  # messages whose bytes, or whose elders', are on the links
+        self._order = ChannelOrder()
 
-    def unreachable(self, source: int, target: int) -> str | None:
-        return self.network.unreachable(source, target)
+    def unreachable(self, source: int, target: int, *, reply: bool = False) -> str | None:
+        return self.network.unreachable(source, target, reply=reply)
 
-    def send(self, source: int, target: int, size_bytes: int, arrived: Arrived) -> None:
+    def send(
+        self, source: int, target: int, size_bytes: int, arrived: Arrived, kind: str | None, *, reply: bool = False
+    ) -> None:
+        """Start a message; `arrived` is called on behalf of `target` when it has come, if it comes."""
         self.messages_sent += 1
         now_ns = cast(int, self.kernel._now)
         if source == target:
             self.kernel.at(target, now_ns, lambda _: arrived())
             return
         self.bytes_sent += size_bytes
-        path = self.network.path(source, target)
-        delay_s = self.network.sample_delay_s(path, self.rng)
+        network = self.network
+        path = network.path(source, target, reply=reply)
+        delay_s = network.sample_delay_s(path, self.rng, size_bytes)
+        fate = network.fate(path, self.rng)
+        if fate is not DELIVERED and not (fate.in_order and fate.extra_delay_s == (0.0,)):
+            self._send_disturbed(
+                path.links, target, size_bytes, [delay_s + extra for extra in fate.extra_delay_s], arrived
+            )
+            return
+        channel = None if kind is None else (source, target, kind)
+        message = _Message(target, delay_s, arrived, channel)
+        if channel is not None:
+            queue = self._channels.get(channel)
+            if queue is None:
+                self._channels[channel] = deque((message,))
+            else:
+                queue.append(message)
         flow = self.engine.start(
             now_ns / SECOND_NS,
             path.links,
@@ -52,12 +97,38 @@ class FlowCarrier:
             weight=path.weight,
             rate_bound_bytes_per_s=path.rate_bound_bytes_per_s,
         )
-        self._flows[flow] = (source, target, delay_s, arrived)
+        self._flows[flow] = message
+        self._look_again()
+
+    def _send_disturbed(
+        self, links: tuple[int, ...], target: int, size_bytes: int, delays_s: list[float], arrived: Arrived
+    ) -> None:
+        """Message faults struck: no copy (its bytes are sent all the same), several, or one out of order."""
+        self.messages_lost += not delays_s
+        came = False
+
+        def first_copy() -> None:
+            nonlocal came
+            if delays_s and not came:  # a handler runs at most once, however many copies come
+                came = True
+                arrived()
+
+        for delay_s in delays_s or [0.0]:
+            flow = self.engine.start(cast(int, self.kernel._now) / SECOND_NS, links, size_bytes)
+            self._flows[flow] = _Message(target, delay_s, first_copy, None)
+        self._look_again()
+
+    def links_changed(self) -> None:
+        """Something beside a message changed the engine: a fault was laid on or lifted."""
+        self._look_again()
+
+    # ------------------------------------------------------------------------------------------- the engine's events
+    def _look_again(self) -> None:
         if self.engine.is_settled():
             self._schedule_wake()
         elif not self._settling:  # all changes of this instant are solved as one batch, after the last of them
             self._settling = True
-            self.kernel.at(0, now_ns, self._settle, LATE)
+            self.kernel.at(0, cast(int, self.kernel._now), self._settle, LATE)
 
     def _settle(self, _: Event) -> None:
         self._settling = False
@@ -67,35 +138,34 @@ class FlowCarrier:
         next_s = self.engine.next_event_s()
         if next_s == float("inf"):
             return
-        wake_ns = max(to_ns(next_s), cast(int, self.kernel._now))
+        wake_ns = max(_not_before(next_s), cast(int, self.kernel._now))
         if wake_ns < self._wake_ns:
             self._wake_ns = wake_ns
             self.kernel.at(0, wake_ns, self._wake)
 
     def _wake(self, _: Event) -> None:
         now_ns = cast(int, self.kernel._now)
-        if now_ns < self._wake_ns:  # a later look had been scheduled first, and this one is for what has ended since
+        if now_ns < self._wake_ns:  # scheduled before an earlier look took its place
             return
         self._wake_ns = NEVER_NS
         for flow, finish_s in self.engine.advance(now_ns / SECOND_NS):
-            entry = self._flows.pop(flow, None)
-            if entry is None:
+            message = self._flows.pop(flow, None)
+            if message is None:
                 continue
-            source, target, delay_s, arrived = entry
-            channel = (source, target)
-            arrival_ns = max(to_ns(finish_s + delay_s), now_ns, self._last_ns.get(channel, 0))
-            self._last_ns[channel] = arrival_ns
-            self.kernel.at(target, arrival_ns, _Arrival(arrived))
+            message.arrival_ns = max(to_ns(finish_s + message.delay_s), now_ns)
+            if message.channel is None:
+                self.kernel.at(message.target, message.arrival_ns, message.hand_over)
+            else:
+                self._in_turn(message.channel)
         self._schedule_wake()
 
-
-class _Arrival:
-    """A callback that forgets the event it is called with."""
-
-    __slots__ = ("_arrived",)
-
-    def __init__(self, arrived: Arrived) -> None:
-        self._arrived = arrived
-
-    def __call__(self, _: Event) -> None:
-        self._arrived()
+    def _in_turn(self, channel: Channel) -> None:
+        """Schedule the channel's messages, first to last, as far as their arrivals are known."""
+        queue = self._channels[channel]
+        now_ns = cast(int, self.kernel._now)
+        while queue and queue[0].arrival_ns >= 0:
+            message = queue.popleft()
+            arrival_ns = self._order.arrival(channel, message.arrival_ns, now_ns)
+            self.kernel.at(message.target, arrival_ns, message.hand_over)
+        if not queue:
+            del self._channels[channel]

@@ -218,8 +218,9 @@ def headline(rows: list[summary.BehaviourRow]) -> str:
     cheats = [row for row in rows if not row.honest]
     ejected, nodes = sum(row.ejected for row in cheats), sum(row.nodes for row in cheats)
     missed = [row.behaviour for row in cheats if row.judged and row.rejected == 0]
+    caught, wronged = summary.detections(rows), summary.false_positives(rows)
     sentence = (
-        f"Of the cheats' submissions {summary.detections(rows)} were rejected; "
-        f"{ejected} of {nodes} cheating nodes were ejected.\nOf the honest submissions {summary.false_positives(rows)} were rejected (false positives)."
+        f"Of the cheats' submissions {caught} were rejected; {ejected} of {nodes} cheating nodes were ejected.\n"
+        f"Of the honest submissions {wronged} were rejected (false positives)."
     )
     return sentence + (f"\nNever caught: {', '.join(missed)}." if missed else "")

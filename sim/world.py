@@ -6,7 +6,8 @@ it is charged for its exact encoded size, over the same links as everything else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -23,11 +24,21 @@ T = TypeVar("T")
 class Carrier(Protocol):
     """What the fabric asks of a network."""
 
-    def send(self, source: int, target: int, size_bytes: int, arrived: Callable[[], None]) -> None:
-        """Carry a message; call `arrived` when its last byte has come."""
+    def send(
+        self,
+        source: int,
+        target: int,
+        size_bytes: int,
+        arrived: Callable[[], None],
+        kind: str | None,
+        *,
+        reply: bool = False,
+    ) -> None:
+        """Carry a message; call `arrived` when its last byte has come. Messages of one kind from one node to another
+        keep their order; those of kind None may overtake."""
         ...
 
-    def unreachable(self, source: int, target: int) -> str | None:
+    def unreachable(self, source: int, target: int, *, reply: bool = False) -> str | None:
         """A sentence when nothing can go from `source` to `target`, else None."""
         ...
 
@@ -143,7 +154,8 @@ class SimWorld:
                 reply.fail(Timeout(f"{target!r} did not answer {kind} within {timeout_s:g} s"))
 
         timer = kernel.at(self.index, now_ns + to_ns(timeout_s), late)
-        fabric.carrier.send(self.index, callee.index, size, lambda: callee.receive(self, message, reply))
+        channel = None if carries_bulk(message) else kind
+        fabric.carrier.send(self.index, callee.index, size, lambda: callee.receive(self, message, reply), channel)
         try:
             return await wait(reply)
         finally:
@@ -199,8 +211,9 @@ class SimWorld:
             else:
                 reply.fail(cast(Exception, outcome))
 
-        if self.fabric.carrier.unreachable(self.index, source.index) is None:
-            self.fabric.carrier.send(self.index, source.index, size, arrived)
+        if self.fabric.carrier.unreachable(self.index, source.index, reply=True) is None:
+            kind = None if carries_bulk(outcome) else type(outcome).__name__
+            self.fabric.carrier.send(self.index, source.index, size, arrived, kind, reply=True)
 
     def serve(self, handlers: Mapping[type[Message], Handler]) -> None:
         self.handlers.update(handlers)
@@ -266,6 +279,16 @@ class SimWorld:
         if error is not None:
             raise error
         return result
+
+
+def carries_bulk(message: object) -> bool:
+    """Whether a message has a blob among its fields: such transfers run side by side."""
+    return _type_carries_bulk(cast(Hashable, type(message)))
+
+
+@lru_cache(maxsize=1024)
+def _type_carries_bulk(kind: Hashable) -> bool:
+    return any("Blob" in str(hint) for hint in getattr(kind, "__annotations__", {}).values())
 
 
 def label_of(coroutine: Coroutine[Any, Any, Any]) -> str:

@@ -10,6 +10,7 @@ import pytest
 from refimpl.identity import Identity
 from refimpl.messages import Account, AskAccount, AskWork, Ok, RecordVerdict, Register
 from refimpl.testnet.ledger import LedgerError, LedgerRules, MemoryLedger
+from refimpl.testnet.liveness import LivenessConfig, NodeTable
 from refimpl.testnet.orchestrator import Orchestrator, OrchestratorConfig
 from refimpl.testnet.problems import choose_problems
 from refimpl.testnet.registry import REGISTRATION, Registry, RegistryConfig, registration_bytes
@@ -154,3 +155,49 @@ def test_assignments_follow_the_rule_end_and_stop_for_the_ejected() -> None:
             await worker.call("orchestrator", AskWork(key), 10)
 
     fabric.run(main())
+
+
+# ---------------------------------------------------------------------------------------------------------- liveness
+def table_after(beats_s: list[float], passes_s: list[float]) -> list[tuple[float, str]]:
+    """States of one node, as (time, state) at each move."""
+    table = NodeTable(LivenessConfig())
+    moves = []
+    for now_s, kind in sorted([(t, "beat") for t in beats_s] + [(t, "pass") for t in passes_s]):
+        changes = [table.beat("n", now_s)] if kind == "beat" else table.status_pass(now_s)
+        moves += [(now_s, change.after.value) for change in changes if change is not None]
+    return moves
+
+
+def test_a_crashed_node_is_dead_120_to_150_s_after_its_last_beat() -> None:
+    """Beat every 10 s with a life of 90 s, a pass every 15 s, three misses."""
+    for phase_s in range(0, 15):
+        beats = [10.0 * i for i in range(7)]  # the last at 60 s
+        moves = table_after(beats, [phase_s + 15.0 * i for i in range(20)])
+        assert [state for _, state in moves] == ["healthy", "unhealthy", "dead"]
+        assert 120 <= moves[-1][0] - 60.0 <= 150, (phase_s, moves)
+
+
+def test_one_lost_beat_is_forgiven_and_a_node_that_comes_back_is_healthy() -> None:
+    assert table_after([0, 80, 160], [15.0 * i for i in range(15)]) == [(0, "healthy")]
+    moves = table_after([0, 300], [15.0 * i for i in range(30)])
+    assert [state for _, state in moves][:4] == ["healthy", "unhealthy", "dead", "healthy"]
+
+
+def test_the_dead_do_not_hide_the_stale() -> None:
+    table = NodeTable(LivenessConfig(ttl_s=10, misses_max=1))
+    table.beat("a", 0.0)
+    for now_s in (11.0, 12.0):
+        table.status_pass(now_s)
+    table.beat("b", 13.0)
+    assert table.state("a") == "dead" and table.counts()["dead"] == 1
+    assert [change.node for change in table.status_pass(30.0)] == ["b"]
+    assert table.state("nobody") is None
+
+
+def test_an_invited_node_that_never_beats_becomes_unhealthy_then_dead() -> None:
+    table = NodeTable(LivenessConfig())
+    table.invite("n", 0.0)
+    states = []
+    for i in range(1, 16):
+        states += [change.after.value for change in table.status_pass(15.0 * i)]
+    assert states == ["unhealthy", "dead"]

@@ -1,6 +1,7 @@
 """Hands out prompts by the deterministic rule.
 
-Takes `AskWork`, answers with `Assignment`; asks the ledger by `AskAccount`.
+Takes `AskWork`, answers with `Assignment`; asks the ledger by `AskAccount`. Takes `Heartbeat`, and keeps a table of who
+is alive (`liveness.py`).
 
 It keeps one counter per worker and nothing else: what a worker must answer follows from its address, the step and that
 counter, so that a validator can compute the same without asking.
@@ -15,7 +16,8 @@ import numpy as np
 from refimpl.calls import Patience, call_patiently
 from refimpl.identity import address_of
 from refimpl.journal import Journal, silent
-from refimpl.messages import Account, AskAccount, AskWork, Assignment, Message
+from refimpl.messages import Account, AskAccount, AskWork, Assignment, Heartbeat, Message, Ok
+from refimpl.testnet.liveness import Change, LivenessConfig, NodeTable
 from refimpl.testnet.problems import choose_problems
 from refimpl.world import Refused, World
 
@@ -30,17 +32,41 @@ class OrchestratorConfig:
     assignments: int  # per worker; then it is told that it is done
     step: int = 0
     patience: Patience = Patience()
+    liveness: LivenessConfig = LivenessConfig()
+    status_pass_s: float = 15.0  # how often the table of nodes is looked at
 
 
 class Orchestrator:
-    """It has no loop: `serve()` and it is there."""
+    """`serve()`, then `run()` until `stop()`."""
 
     def __init__(self, world: World, config: OrchestratorConfig, journal: Journal = silent) -> None:
         self.world, self.config, self.journal = world, config, journal
         self.counters: dict[str, int] = {}
+        self.table = NodeTable(config.liveness)
+        self.names: dict[str, str] = {}  # public key -> the name it last called under, for the journal
+        self._stopped = world.signal()
 
     def serve(self) -> None:
-        self.world.serve({AskWork: self.assign})
+        self.world.serve({AskWork: self.assign, Heartbeat: self.beat})
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    async def run(self) -> None:
+        """Look at the table of nodes every `status_pass_s`."""
+        while not await self._stopped.wait(self.config.status_pass_s):
+            for change in self.table.status_pass(self.world.now()):
+                self._note(change)
+
+    async def beat(self, source: str, message: Heartbeat) -> Message:
+        self.names[message.public_key] = source
+        change = self.table.beat(message.public_key, self.world.now())
+        if change is not None:
+            self._note(change)
+        return Ok()
+
+    def _note(self, change: Change) -> None:
+        self.journal("node_state", worker=self.names[change.node], before=change.before, after=change.after)
 
     async def assign(self, source: str, message: AskWork) -> Message:
         key, config = message.public_key, self.config

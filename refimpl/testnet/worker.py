@@ -1,11 +1,12 @@
 """The worker: asks for prompts, generates, submits, and waits for the verdicts before it asks again.
 
-Takes nothing; sends `Register` and `AskWork`, and one `Submission` per answer. It is the same code for the honest and
-for cheats: dishonesty is an engine (`refimpl/attacks`), handed in where an honest one would be.
+Takes nothing; sends `Register`, `AskWork` and `Heartbeat`, and one `Submission` per answer. It is the same code for the
+honest and for cheats: dishonesty is an engine (`refimpl/attacks`), handed in where an honest one would be.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from refimpl.calls import Patience, call_patiently
 from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
-from refimpl.messages import AskWork, Assignment, Register, Submission, Verdict, submission_bytes
+from refimpl.messages import AskWork, Assignment, Heartbeat, Register, Submission, Verdict, submission_bytes
 from refimpl.testnet.registry import REGISTRATION, registration_bytes
 from refimpl.work import Work
 from refimpl.world import CallError, Refused, World
@@ -51,6 +52,8 @@ class WorkerConfig:
     ledger: str  # node name
     checkpoint: str  # content hash of the weights it claims to use
     stake: float = 1000.0
+    heartbeat_s: float = 10.0  # between heartbeats
+    heartbeat_timeout_s: float = 30.0
     patience: Patience = Patience()
     patience_for_verdict: Patience = Patience(timeout_s=3600.0)  # it may queue behind many others
 
@@ -70,25 +73,37 @@ class Worker:
         self.world, self.config, self.identity, self.engine = world, config, identity, engine
         self.prompt_of, self.journal = prompt_of, journal
         self.verdicts: list[Verdict] = []
-        self.stopped = False
+        self.tasks_done = 0
+        self._stopped = world.signal()
 
     def stop(self) -> None:
         """Stop after what is under way."""
-        self.stopped = True
+        self._stopped.set()
 
     async def run(self) -> None:
         key, config = self.identity.public_key, self.config
         signature = self.identity.sign(registration_bytes(key, config.stake), domain=REGISTRATION)
         await call_patiently(self.world, config.ledger, Register(key, config.stake, signature), config.patience)
-        while not self.stopped:
+        self.world.spawn(self._beat(), "heartbeat")
+        while not self._stopped.is_set():
             try:
                 assignment = await call_patiently(self.world, config.orchestrator, AskWork(key), config.patience)
             except Refused as refusal:
                 self.journal("dismissed", reason=refusal.reason)
-                return
+                break
             if assignment.done:
-                return
+                break
             await self._do(assignment)
+            self.tasks_done += 1
+        self._stopped.set()
+
+    async def _beat(self) -> None:
+        """Say that this node is alive, for as long as it works. A beat that is lost is lost."""
+        config, key = self.config, self.identity.public_key
+        while not self._stopped.is_set():
+            with contextlib.suppress(CallError):
+                await self.world.call(config.orchestrator, Heartbeat(key, self.tasks_done), config.heartbeat_timeout_s)
+            await self._stopped.wait(config.heartbeat_s)
 
     async def _do(self, assignment: Assignment) -> None:
         prompts = [self.prompt_of(int(problem)) for problem in assignment.problem_ids]
