@@ -59,17 +59,24 @@ IntArray = npt.NDArray[np.int64]
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words (broadcast together): four words for each counter.
-
-    A product of two 32-bit words needs 64 bits; int64 wraps modulo 2^64, which keeps them all.
-    """
+    """Philox4x32-10 on int64 tensors that hold 32-bit words (broadcast together): four words for each counter."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(PHILOX_ROUNDS):
-        p0, p1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
-        c0, c1, c2, c3 = (p1 >> 32) & MASK32 ^ c1 ^ k0, p1 & MASK32, (p0 >> 32) & MASK32 ^ c3 ^ k1, p0 & MASK32
+        (high0, low0), (high1, low1) = _product(c0, PHILOX_MULTIPLIERS[0]), _product(c2, PHILOX_MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + PHILOX_WEYL[0]) & MASK32, (k1 + PHILOX_WEYL[1]) & MASK32
     return c0, c1, c2, c3
+
+
+def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The high and low 32 bits of a product of 32-bit numbers, by halves of the multiplier.
+
+    No step reaches 2^63: an overflow of signed numbers is undefined in C++, and a compiler was seen to make use of that.
+    """
+    upper = word * (multiplier >> 16)  # < 2^48
+    total = word * (multiplier & 0xFFFF) + ((upper & 0xFFFF) << 16)  # < 2^49
+    return (upper >> 16) + (total >> 32), total & MASK32
 
 
 def random_words_at(seeds_B: Tensor, positions_B: Tensor, tokens_BK: Tensor, stream: int) -> Tensor:
@@ -162,7 +169,12 @@ def _table_on(table: Callable[[], IntArray], device: str) -> Tensor:
 
 
 def noise_from_words(words: Tensor, table: Callable[[], IntArray]) -> Tensor:
-    """float32 noise of 32-bit words: Q((2b + 1) / 2^33) by the table's parabolas, all in int64 until the last line."""
+    """float32 noise of 32-bit words (int64): `table` is `gumbel_table` or `normal_table`."""
+    return apply_table(words, _table_on(table, str(words.device)))
+
+
+def apply_table(words: Tensor, table_X3: Tensor) -> Tensor:
+    """Q((2b + 1) / 2^33) by the table's parabolas, all in int64 until the last line."""
     odd = 2 * words + 1
     side = odd >> 32  # 0: w < 1/2; 1: w > 1/2, binned by 1 - w
     near = torch.where(side == 1, (1 << 33) - odd, odd)  # odd, in [1, 2^32)
@@ -171,7 +183,7 @@ def noise_from_words(words: Tensor, table: Callable[[], IntArray]) -> Tensor:
     normal = near << (31 - octave)  # in [2^31, 2^32)
     fraction = normal & ((1 << FRACTION_BITS) - 1)
     bins = (side * OCTAVES + octave) * PARTS + ((normal >> FRACTION_BITS) & (PARTS - 1))
-    c0, c1, c2 = _table_on(table, str(words.device))[bins].unbind(-1)
+    c0, c1, c2 = table_X3[bins].unbind(-1)
     value = c0 + ((c1 + (c2 * fraction >> FRACTION_BITS)) * fraction >> FRACTION_BITS)
     return (value + (1 << (GUARD_BITS - 1)) >> GUARD_BITS).to(torch.int32).to(torch.float32) * 2.0**-OUT_BITS
 
