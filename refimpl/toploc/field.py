@@ -104,16 +104,17 @@ def interpolate_all(
 def evaluate(coefficient_K: np.ndarray, x_N: np.ndarray) -> np.ndarray:
     """The polynomial at each x, modulo p (uint32 [N]). Coefficients and x may be any 16-bit numbers.
 
-    Horner over all points at once, so that the inner loop has no chain and the compiler vectorises it. Reduction
-    without division: 2^16 = 39 (mod p), so hi * 2^16 + lo = 39 hi + lo, twice, then one conditional subtraction.
+    Horner over all points at once, so that the inner loop has no chain and the compiler vectorises it. It stays within
+    32 bits, since 65496 * 65535 + 65535 < 2^32, and reduces without division: 2^16 = 39 (mod p), so hi * 2^16 + lo
+    becomes 39 hi + lo, twice, then one conditional subtraction.
     """
     value_N = np.zeros(x_N.size, np.uint32)
-    low, fold, shift, prime = np.uint64(0xFFFF), np.uint64(39), np.uint64(16), np.uint64(PRIME)
+    low, fold, half, prime = np.uint32(0xFFFF), np.uint32(39), np.uint32(16), np.uint32(PRIME)
     for i in range(coefficient_K.size - 1, -1, -1):
-        c = np.uint64(coefficient_K[i])
+        c = np.uint32(coefficient_K[i])
         for j in range(x_N.size):
-            v = np.uint64(value_N[j]) * np.uint64(x_N[j]) + c
-            v = (v & low) + fold * (v >> shift)
-            v = (v & low) + fold * (v >> shift)
-            value_N[j] = np.uint32(v - prime if v >= prime else v)
+            v = np.uint32(value_N[j] * x_N[j] + c)
+            v = np.uint32((v & low) + fold * (v >> half))
+            v = np.uint32((v & low) + fold * (v >> half))
+            value_N[j] = v - prime if v >= prime else v
     return value_N
