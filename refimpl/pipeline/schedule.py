@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -50,14 +50,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PassRow:
-    """One sequence's part in a pass: `tokens` follow the `past` tokens that its caches hold."""
+    """One sequence's part in a pass: `new` tokens follow the `past` tokens that its caches hold."""
 
     request: int
     past: int
-    tokens: tuple[int, ...]
+    new: int
     draws: bool  # these are the last known tokens: the last stage draws the next one
-    answered: int  # tokens of the answer before the one drawn
+    answered: int  # tokens of the answer before the one drawn; with the seed, said where a row starts (`past` is 0)
     seed: int
+    tokens: tuple[int, ...] = ()  # the first stage's input; later stages take activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,8 @@ class HeadSchedule:
         past = row.fed
         row.fed += count
         draws = row.fed == row.known
-        return PassRow(row.request.id, past, row.tokens(past, row.fed), draws, len(row.answer), row.request.seed)
+        tokens = row.tokens(past, row.fed)
+        return PassRow(row.request.id, past, count, draws, len(row.answer), row.request.seed, tokens)
 
     def returned(self, epoch: int, number: int, tokens: Sequence[int]) -> list[Finished]:
         """A pass came round: `tokens` are those drawn, one for each row that draws, in their order.
@@ -261,16 +263,21 @@ class HeadSchedule:
         rows = [row for batch in self._batches for row in batch.rows if row.request.id not in batch.ended]
         return {row.request.id: tuple(row.answer) for row in (*rows, *self._waiting)}
 
-    def restart(self) -> int:
-        """A new epoch: passes on their way are lost, caches empty; live sequences go to the front of the queue."""
+    def restart(self, *, keep_chunk: int = 1) -> int:
+        """A new epoch: passes on their way are lost, caches empty; live sequences go to the front of the queue.
+
+        `keep_chunk`: answers are cut back to whole chunks of so many tokens of the sequence, where a chunk that is not
+        complete is not to be trusted.
+        """
         self.epoch += 1
         self.number = 0
         self.in_flight.clear()
         for batch in reversed(self._batches):
             live = [row for row in batch.rows if row.request.id not in batch.ended]
             for row in reversed(live):
-                request = replace(row.request, answer=tuple(row.answer))
-                self._waiting.appendleft(_Row(request, row.answer))
+                whole = (row.known - 1) // keep_chunk * keep_chunk  # of the tokens that were fed and came round
+                keep = max(0, whole + 1 - len(row.request.prompt))  # each state gives the token after it
+                self._waiting.appendleft(_Row(row.request, row.answer[:keep]))
             batch.rows, batch.ended, batch.in_flight, batch.filling = [], [], 0, False
         return self.epoch
 
@@ -304,59 +311,76 @@ class StageOrder(Generic[T]):
         return ready
 
 
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    """One row of a stage's caches."""
+
+    request: int
+    tokens: int
+    seed: int
+    answered: int  # tokens drawn for it so far, by this ring or an earlier one
+
+
 class StageRows:
     """What a stage's caches hold, by micro-batch and row: headers are done to it, and must fit it."""
 
     def __init__(self, *, micro_batches: int, rows: int, capacity_tokens: int) -> None:
         self.rows, self.capacity_tokens = rows, capacity_tokens
         self.epoch = 0
-        self._held: list[list[tuple[int, int]]] = [[] for _ in range(micro_batches)]  # (request, tokens) by row
+        self._held: list[list[HeldRow]] = [[] for _ in range(micro_batches)]
 
-    def held(self, micro_batch: int) -> list[tuple[int, int]]:
-        """(request, cached tokens) of each row of a micro-batch."""
+    def held(self, micro_batch: int) -> list[HeldRow]:
+        """The rows of a micro-batch."""
         return list(self._held[micro_batch])
 
-    def obey(self, made: Pass) -> None:
-        """Apply a header. Raises `Drift`, and changes nothing, when it does not fit what this stage holds."""
+    def obey(self, made: Pass) -> list[HeldRow]:
+        """Apply a header; returns the rows that draw, as they were before. Raises `Drift`, and changes nothing, when
+        the header does not fit what this stage holds."""
         if made.epoch != self.epoch:
             self._held = [[] for _ in self._held]
             self.epoch = made.epoch
         if not 0 <= made.micro_batch < len(self._held):
             raise Drift(f"pass {made.number} is for micro-batch {made.micro_batch}, expected below {len(self._held)}")
-        held = list(self._held[made.micro_batch])
-        gone = [request for request in made.ended if request not in [r for r, _ in held]]
-        if gone:
-            raise Drift(f"pass {made.number} ends request {gone[0]}, which holds no row here")
-        _trim(held, made.ended)
-        for source, target in made.moves:
-            if source != len(held) - 1 or not 0 <= target < source or held[target][0] not in made.ended:
-                raise Drift(f"pass {made.number} moves row {source} to {target} of {len(held)}, which cannot be")
-            held[target] = held.pop()
-            _trim(held, made.ended)
-        left = [request for request, _ in held if request in made.ended]
-        if left:
-            raise Drift(f"pass {made.number} ends request {left[0]}, but moves no row into its place")
+        held = self._closed_up(made)
         if made.rows and not 0 <= made.first_row <= len(held):
             raise Drift(f"pass {made.number} begins at row {made.first_row}, rows 0..{len(held) - 1} are held")
-        for row_index, row in enumerate(made.rows, start=made.first_row):
-            new = row_index == len(held) and row.past == 0 and row_index < self.rows
-            if not new and (row_index >= len(held) or held[row_index] != (row.request, row.past)):
-                here = held[row_index] if row_index < len(held) else None
+        drawing = []
+        for at, row in enumerate(made.rows, start=made.first_row):
+            if at == len(held) < self.rows and row.past == 0:
+                held.append(HeldRow(row.request, 0, row.seed, row.answered))
+            here = held[at] if at < len(held) else None
+            if here is None or (here.request, here.tokens) != (row.request, row.past):
                 raise Drift(
-                    f"pass {made.number}, row {row_index}: the header says request {row.request} with {row.past} "
-                    f"tokens cached, this stage holds {here}"
+                    f"pass {made.number}, row {at}: the header says request {row.request} with {row.past} tokens "
+                    f"cached, this stage holds {here}"
                 )
-            total = row.past + len(row.tokens)
-            if total > self.capacity_tokens:
-                raise Drift(f"pass {made.number}, row {row_index}: {total} tokens, room for {self.capacity_tokens}")
-            if new:
-                held.append((row.request, total))
-            else:
-                held[row_index] = (row.request, total)
+            total = row.past + row.new
+            if row.new < 1 or total > self.capacity_tokens:
+                raise Drift(f"pass {made.number}, row {at}: {total} tokens, room for {self.capacity_tokens}")
+            if row.draws:
+                drawing.append(here)
+            held[at] = HeldRow(row.request, total, here.seed, here.answered + row.draws)
         self._held[made.micro_batch] = held
+        return drawing
 
+    def _closed_up(self, made: Pass) -> list[HeldRow]:
+        """The rows after the ended ones have gone and the moves are done."""
+        held = list(self._held[made.micro_batch])
+        gone = set(made.ended) - {row.request for row in held}
+        if gone:
+            raise Drift(f"pass {made.number} ends request {min(gone)}, which holds no row here")
 
-def _trim(held: list[tuple[int, int]], ended: tuple[int, ...]) -> None:
-    """Rows at the end that are no longer wanted go without a move."""
-    while held and held[-1][0] in ended:
-        held.pop()
+        def trim() -> None:  # rows at the end go without a move
+            while held and held[-1].request in made.ended:
+                held.pop()
+
+        trim()
+        for source, target in made.moves:
+            if source != len(held) - 1 or not 0 <= target < source or held[target].request not in made.ended:
+                raise Drift(f"pass {made.number} moves row {source} to {target} of {len(held)}, which cannot be")
+            held[target] = held.pop()
+            trim()
+        left = [row.request for row in held if row.request in made.ended]
+        if left:
+            raise Drift(f"pass {made.number} ends request {left[0]}, but moves no row into its place")
+        return held
