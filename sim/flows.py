@@ -18,7 +18,9 @@ are solved as one batch, at the next question. `sim/flows_reference.py` is the d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -42,6 +44,23 @@ from sim.flows_core import (
 )
 
 INFINITY = math.inf
+
+
+def warm_up(say: Callable[[str], object] = print) -> float:
+    """Have the solver compiled before it is needed, and return the seconds that took. Says so when it takes longer than
+    a second: some 20 s the first time, about half a second from then on, when it comes from numba's cache on disk."""
+    notice = threading.Timer(1.0, say, ("preparing the flow solver (compiled once, then kept on disk) ...",))
+    notice.start()
+    started_s = time.perf_counter()
+    engine = FlowEngine()
+    link = engine.add_link(1.0)
+    flows = [engine.start(0.0, (link,), 1.0) for _ in range(3)]
+    engine.set_capacity(1.0, link, 2.0)
+    engine.cancel(1.0, flows[0])
+    engine.link_load(link)
+    assert len(engine.advance(9.0)) == 2
+    notice.cancel()
+    return time.perf_counter() - started_s
 
 
 class _Solo:

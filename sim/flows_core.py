@@ -127,9 +127,10 @@ def _pack_members(old_i, old_member_f, old_member_i, link_i, member_f, member_i)
     top = 0
     for link in range(old_i.shape[1]):
         start, count = old_i[START, link], old_i[COUNT, link]
-        for i in range(count):
-            member_f[:, top + i] = old_member_f[:, start + i]
-            member_i[:, top + i] = old_member_i[:, start + i]
+        for row in range(3):
+            for i in range(count):
+                member_f[row, top + i] = old_member_f[row, start + i]
+                member_i[row, top + i] = old_member_i[row, start + i]
         link_i[START, link] = top
         link_i[ROOM, link] = count
         top += count
@@ -326,9 +327,10 @@ def attach(core, flow, path, count, weight, size_bytes):  # type: ignore[no-unty
         start, members, room = link_i[START, link], link_i[COUNT, link], link_i[ROOM, link]
         if members == room:  # move to a piece twice as large; the old piece is waste until the pool is packed
             new_start, room = counters[POOL_TOP], max(4, 2 * room)
-            for i in range(members):
-                core.member_i[:, new_start + i] = core.member_i[:, start + i]
-                core.member_f[:, new_start + i] = core.member_f[:, start + i]
+            for row in range(3):
+                for i in range(members):
+                    core.member_i[row, new_start + i] = core.member_i[row, start + i]
+                    core.member_f[row, new_start + i] = core.member_f[row, start + i]
             counters[POOL_TOP] += room
             link_i[START, link] = start = new_start
             link_i[ROOM, link] = room
