@@ -104,8 +104,8 @@ def test_a_fusing_compiler_makes_the_same_bits() -> None:
         return apply_table(random_words(seeds_B, positions_B, 0, 1001, GUMBEL_STREAM), table)
 
     seeds_B, positions_B = ids(0, -5, 2**60), ids(1, 2**33, 3)
-    fused = torch.compile(draw, fullgraph=True)
-    assert torch.equal(fused(seeds_B, positions_B, table), gumbel_noise(seeds_B, positions_B, 0, 1001))
+    fused_draw = torch.compile(draw, fullgraph=True)
+    assert torch.equal(fused_draw(seeds_B, positions_B, table), gumbel_noise(seeds_B, positions_B, 0, 1001))
 
 
 @given(
@@ -320,13 +320,13 @@ def test_filters_keep_what_transformers_keeps(sampling: Sampling, seed: int, spr
     """The dull twin: the library's own top-k, top-p and min-p, in the order of the original."""
     logits_BV = torch.randn(3, 1009, generator=torch.Generator().manual_seed(seed)) * spread
     scaled_BV = scale(logits_BV, sampling)
-    twin_BV = scaled_BV
+    twin_BV, none = scaled_BV, torch.LongTensor()
     if sampling.top_k:
-        twin_BV = TopKLogitsWarper(sampling.top_k)(None, twin_BV)
+        twin_BV = TopKLogitsWarper(sampling.top_k)(none, twin_BV)
     if sampling.top_p < 1:
-        twin_BV = TopPLogitsWarper(sampling.top_p)(None, twin_BV)
+        twin_BV = TopPLogitsWarper(sampling.top_p)(none, twin_BV)
     if sampling.min_p > 0:
-        twin_BV = MinPLogitsWarper(sampling.min_p)(None, twin_BV)
+        twin_BV = MinPLogitsWarper(sampling.min_p)(none, twin_BV)
     kept_BV = scaled_BV >= cutoffs(scaled_BV, sampling)[:, None]
     differing = (kept_BV != twin_BV.isfinite()).sum(dim=-1)
     assert (differing <= (1 if sampling.top_p < 1 or sampling.min_p == 1 else 0)).all()  # sums in another order

@@ -72,7 +72,7 @@ def philox(
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
     """The high and low 32 bits of a product of 32-bit numbers, by halves of the multiplier.
 
-    No step reaches 2^63: an overflow of signed numbers is undefined in C++, and a compiler was seen to make use of that.
+    No step reaches 2^63: an overflow of signed numbers is undefined in C++, and a compiler was seen to exploit that.
     """
     upper = word * (multiplier >> 16)  # < 2^48
     total = word * (multiplier & 0xFFFF) + ((upper & 0xFFFF) << 16)  # < 2^49

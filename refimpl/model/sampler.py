@@ -224,7 +224,8 @@ def race(
 ) -> tuple[Tensor, Tensor]:
     """The winner of each row and its noisy score: argmax and max of z + g over z ≥ cut-off (without g when greedy).
 
-    A tie goes to the lowest token. On the CPU a compiled kernel, elsewhere torch; equal results, bit for bit.
+    A tie goes to the lowest token; a row that holds NaN or +inf has the score NaN. On the CPU a compiled kernel,
+    elsewhere torch; equal results, bit for bit.
     """
     if sampling.greedy:
         best_B, winner_B = scaled_BV.max(dim=-1)
@@ -238,15 +239,16 @@ def race_torch(scaled_BV: Tensor, cut_B: Tensor, seeds_B: Tensor, positions_B: T
     """The race in torch operations, on any device: noise for the kept tokens only when they are few."""
     batch, vocabulary = scaled_BV.shape
     kept_BV = scaled_BV >= cut_B[:, None]
+    broken_B = ~(scaled_BV.amax(dim=-1) < math.inf)
     count = int(kept_BV.sum(dim=-1).max()) if batch else 0
     if 0 < count * FEW < vocabulary:
         ids_BK = scaled_BV.topk(count).indices.sort(dim=-1).values
         noisy_BK = scaled_BV.gather(1, ids_BK) + gumbel_noise_at(seeds_B, positions_B, ids_BK)
         best_B, place_B = noisy_BK.masked_fill(~kept_BV.gather(1, ids_BK), -math.inf).max(dim=-1)
-        return ids_BK.gather(1, place_B[:, None])[:, 0], best_B
+        return ids_BK.gather(1, place_B[:, None])[:, 0], best_B.masked_fill(broken_B, math.nan)
     noisy_BV = scaled_BV + gumbel_noise(seeds_B, positions_B, 0, vocabulary)
     best_B, winner_B = noisy_BV.masked_fill(~kept_BV, -math.inf).max(dim=-1)
-    return winner_B, best_B
+    return winner_B, best_B.masked_fill(broken_B, math.nan)
 
 
 def race_cpu(scaled_BV: Tensor, cut_B: Tensor, seeds_B: Tensor, positions_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,6 +282,9 @@ def _race_kernel(
     words = np.empty(CHUNK, dtype=np.uint32)
     vocabulary = scaled_BV.shape[1]
     for b in range(scaled_BV.shape[0]):
+        if not np.all(tops_BC[b] < np.inf):  # the top of a chunk that holds NaN is NaN
+            best_B[b] = np.nan
+            continue
         winner, best = 0, np.float32(-np.inf)
         first = int(np.argmax(tops_BC[b]))  # the likeliest chunk first: its winner rules most others out
         for turn in range(tops_BC.shape[1] + 1):

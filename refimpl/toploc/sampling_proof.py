@@ -13,6 +13,9 @@ their logits differ from the verifier's.
 Unit: logits. The noise is scaled by T, not the logits by 1/T, so that the same numerical noise gives the same margin at
 every temperature; divide by T for units of the noise. At T = 0 it is the distance from the largest logit.
 
+For small honest noise the mean margin can be said beforehand: with logits that differ by independent noise of standard
+deviation σ, and p the distribution the token was drawn from, it is h · σ² / (2T) with h = 1 - Σ p², the *exposure*.
+
 A margin is clipped before it is averaged: otherwise one token that falls outside S, as happens to honest provers at the
 edge of the nucleus, would decide alone. The mean over the sequence is the score; larger is worse.
 
@@ -147,6 +150,16 @@ def _margins_of_rows(
         outer_N = torch.full_like(margin_N, math.inf)
     margin_N = torch.where(beyond_N > 0, outer_N, margin_N)
     return torch.where(known_N, margin_N, math.inf)
+
+
+def honest_mean(sigma: float, temperature: float) -> float:
+    """σ² / (2T): the mean margin, in logits, of honest tokens at exposure 1, when prover's and verifier's logits differ
+    by independent noise of standard deviation σ.
+
+    The winner leads by less than d logits with probability h·d/T for small d; it is overtaken when the noise of two
+    logits, D ~ N(0, 2σ²), exceeds its lead: ∫ d · P(D > d) · h/T dd = h/T · E[max(D, 0)²] / 2 = h · σ² / (2T).
+    """
+    return sigma * sigma / (2 * temperature)
 
 
 def clipped(margins_N: Tensor, clip: float = CLIP) -> Tensor:
