@@ -321,7 +321,7 @@ def test_a_wrong_histogram_does_not_end_the_process() -> None:
     """pyarrow 26.0.1 aborts when asked about a column whose level histogram has the wrong length; it is not asked."""
     good = bytearray(rollout._to_parquet(GOOD))
     footer = len(good) - 8 - int.from_bytes(good[-8:-4], "little")
-    # temperature's size statistics: no repetition histogram, a definition histogram of two counts, 0 and 3; make it three
+    # temperature's size histograms: no repetition histogram, definition has two counts, 0 and 3; make it three
     at = good.rindex(bytes.fromhex("2906 1926 0006 00"), footer)
     good[at : at + 7] = bytes.fromhex("2906 1936 000600 00")
     good[-8:-4] = (len(good) - 8 - footer).to_bytes(4, "little")
