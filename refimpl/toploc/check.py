@@ -49,7 +49,7 @@ from refimpl.toploc.top import INFINITY
 
 NOTHING_MATCHES = 2.0**64  # mean and median where no value matches, as in the published package
 VALUES_OF_BOUND = 128  # the number of values that the bounds on mismatches were set for
-PROBES, PROBES_MIN = 128, 32  # places outside the top K that are looked at, and the fewest that tell anything
+PROBES, PROBES_MIN = 64, 24  # places outside the top K that are looked at, and the fewest that tell anything
 
 REASONS = {
     "accepted": "all chunks are within the thresholds",
@@ -185,8 +185,8 @@ def verify_proofs(
         return _rejected("malformed", sentence)
     scores = _scores(bits, start_G, index_GK, points_G, modulus_G, coefficient_GK, rules.whole_numbers)
     chunk_scores = tuple(
-        ChunkScore(exponent_mismatches=int(m), mantissa_mean=float(mean), mantissa_median=float(median), values=int(n))
-        for m, mean, median, n in zip(*scores, points_G, strict=True)
+        ChunkScore(exponent_mismatches=mismatches, mantissa_mean=mean, mantissa_median=median, values=values)
+        for mismatches, mean, median, values in zip(*(column.tolist() for column in (*scores, points_G)), strict=True)
     )
     if rules.must_bind:
         large_G, probed_G = _claims_outside(bits, start_G, index_GK, points_G, modulus_G, coefficient_GK)
@@ -301,7 +301,7 @@ def _claims_outside(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(claims as large as the top K, places probed), per chunk, at places whose own number is less than half of them.
 
-    Up to 128 places, evenly spaced. An honest polynomial is as good as random there: with a top K that spans o powers
+    Up to 64 places, evenly spaced. An honest polynomial is as good as random there: with a top K that spans o powers
     of two, (o + 2) / 255 of its claims are large. Twenty would make a tenth; a proof is rejected at more than a half.
     """
     chunks = modulus_G.size

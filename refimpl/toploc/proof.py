@@ -184,7 +184,7 @@ def decode_all(raws: Sequence[bytes], *, top_k: int, mode: Mode) -> tuple[np.nda
             raise BadProof(f"{name(g)} has {len(raw)} bytes, expected {size} for {top_k} values")
     whole = b"".join(raw if len(raw) == size else raw[: len(raw) // 2 * 2].ljust(size, b"\0") for raw in raws)
     numbers_GW = np.frombuffer(whole, ">u2").reshape(len(raws), 1 + top_k).astype(np.uint16)
-    modulus_G, coefficient_GK = numbers_GW[:, 0].astype(np.int64), numbers_GW[:, 1:]
+    modulus_G, coefficient_GK = numbers_GW[:, 0].astype(np.int64), np.ascontiguousarray(numbers_GW[:, 1:])
     lowest, highest = (2, MODULUS_MAX) if mode == "strict" else (1, 0xFFFF)
     outside = np.flatnonzero((modulus_G < lowest) | (modulus_G > highest))
     if outside.size:
