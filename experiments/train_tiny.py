@@ -10,7 +10,7 @@ Two tasks, one character a token (the answer ends with `<eos>`):
 
     python experiments/train_tiny.py [--into DIR] [--seed N]
 
-Training stops when greedy accuracy on held-out additions reaches `ACCURACY_WANTED`, but gives the sorting `STEPS_MIN`
+Training stops when greedy accuracy on held-out additions lies in `ACCURACY_WANTED`, but gives the sorting `STEPS_MIN`
 steps first. The result depends on the machine's floating point; the committed files are one run's.
 """
 
@@ -57,7 +57,7 @@ SORT_LENGTHS = (48, 60)  # digits in a sorting problem while training
 STEPS_MIN, STEPS_MAX, WARM_UP = 400, 1000, 50
 SORTS, ADDITIONS = 48, 24  # sequences per step
 LEARNING_RATE = 3e-3
-ACCURACY_WANTED = 0.40
+ACCURACY_WANTED = (0.37, 0.41)
 
 Tokens = npt.NDArray[np.int64]
 
@@ -143,7 +143,7 @@ def train(seed: int) -> tuple[Decoder, dict[str, float]]:
         (sort_loss + add_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 50 == 0 or (step > STEPS_MIN and step % 5 == 0):
+        if step % 50 == 0 or (step > STEPS_MIN and step % 2 == 0):
             accuracy = addition_accuracy(model, testing)
             spent_s = time.monotonic() - started_s
             print(
@@ -151,7 +151,7 @@ def train(seed: int) -> tuple[Decoder, dict[str, float]]:
                 f"addition loss {add_loss.item():.3f}  held-out accuracy {accuracy:.3f}",
                 flush=True,
             )
-            if step > STEPS_MIN and accuracy >= ACCURACY_WANTED:
+            if step > STEPS_MIN and ACCURACY_WANTED[0] <= accuracy <= ACCURACY_WANTED[1]:
                 break
     drawn = addition_accuracy(model, testing, torch.Generator().manual_seed(seed))
     figures = {"steps": step, "greedy": accuracy, "drawn": drawn, "sorting_loss": sort_loss.item()}
@@ -185,9 +185,7 @@ def main() -> None:
     save_checkpoint(model, options.into)
     save_tokenizer(options.into)
     size = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{parameters} parameters after {figures['steps']:.0f} steps; sorting loss {figures['sorting_loss']:.3f} a token"
-    )
+    print(f"{size} parameters, {figures['steps']:.0f} steps; sorting loss {figures['sorting_loss']:.3f} a token")
     print(f"held-out additions: {figures['greedy']:.3f} right greedily, {figures['drawn']:.3f} drawn at temperature 1")
     print(f"written to {options.into}")
 
