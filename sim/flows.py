@@ -257,6 +257,11 @@ class FlowEngine:
         slot = self._slot_of[flow]
         return float(self._core.flow_f[slot, 0] * self._core.link_f[SHARE, self._core.flow_i[slot, HELD_BY]])
 
+    def solo_finish_s(self, flow: int) -> float:
+        """When a flow that disturbs nobody will end if nobody comes; infinity for one that shares a link."""
+        solo = self._solo.get(flow)
+        return INFINITY if solo is None else solo.start_s + solo.size_bytes / solo.rate
+
     def link_load(self, link: int) -> float:
         """Bytes/s that cross the link now."""
         if self._core_count[link] == 0:

@@ -90,6 +90,14 @@ def wait(event: Event) -> Generator[Event, Any, Any]:
     return (yield event)
 
 
+def happen(event: Event, ok: bool, value: Any) -> None:
+    """Let an event happen here and now, inside the event being handled, instead of scheduling it for this instant."""
+    event._ok, event._value = ok, value
+    callbacks, event.callbacks = event.callbacks, cast(Any, None)
+    for callback in callbacks:
+        callback(event)
+
+
 class Task:
     """Drives one coroutine of one node; `on_end(ok, value)` is called, in the same instant, when it ends."""
 

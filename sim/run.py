@@ -131,11 +131,13 @@ def _drive(scenario: Scenario, name: str, fabric: SimFabric, plan: SwarmPlan, en
     first = fabric.nodes[members[0].name]
     stop, ended = first.signal(), first.signal()
     left = len(workers)
-    counts: Counter[str] = Counter({"judged": 0, "rejected": 0, "ejected": 0})
-    expected = max(1, len(workers) * plan.assignments * plan.agreement.batch)
+    counts: Counter[str] = Counter({"batches": 0, "judged": 0, "rejected": 0, "ejected": 0})
+    busy = {member.name for member in workers}
 
     def count(event: dict[str, Any]) -> None:
-        if event["kind"] == "judged":
+        if event["kind"] == "compute" and event["node"] in busy:
+            counts["batches"] += 1
+        elif event["kind"] == "judged":
             counts["judged"] += 1
             counts["rejected"] += not event["accepted"]
         elif event["kind"] == "ejected":
@@ -176,7 +178,7 @@ def _drive(scenario: Scenario, name: str, fabric: SimFabric, plan: SwarmPlan, en
         await ended.wait(scenario.duration_s)
         stop.set()
 
-    progress = Progress(name, first.now, lambda: counts["judged"] / expected, counts)
+    progress = Progress(name, first.now, lambda: counts["batches"] / (len(workers) * plan.assignments), counts)
     with progress:
         fabric.run(main(), node=first.name)
 

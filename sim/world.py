@@ -16,7 +16,7 @@ from simpy.events import Event
 from refimpl.messages import BadMessage, Message, size_bytes
 from refimpl.work import Work
 from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
-from sim.kernel import SECOND_NS, Kernel, Task, to_ns, wait
+from sim.kernel import SECOND_NS, Kernel, Task, happen, to_ns, wait
 
 T = TypeVar("T")
 
@@ -204,12 +204,8 @@ class SimWorld:
         size = size_bytes(outcome) if isinstance(outcome, Message) else 64
 
         def arrived() -> None:
-            if reply.triggered:
-                return
-            if isinstance(outcome, Message):
-                reply.succeed(outcome)
-            else:
-                reply.fail(cast(Exception, outcome))
+            if not reply.triggered:
+                happen(reply, isinstance(outcome, Message), outcome)
 
         if self.fabric.carrier.unreachable(self.index, source.index, reply=True) is None:
             kind = None if carries_bulk(outcome) else type(outcome).__name__
