@@ -1,8 +1,8 @@
 """Checkpoints in and out: a chosen layer range of sharded safetensors, without reading the rest.
 
 A stage of a pipeline holds some layers of a model that fits no single machine, so it must not touch the others' bytes:
-tensors are read one by one from the shards that hold them, cast, and put straight into the joined matrices. A shard is
-mapped only while one layer is copied out of it, so the memory used stays close to the weights held.
+tensors are read from the shards that hold them, cast, and put straight into the joined matrices. A shard is mapped only
+while a few megabytes are copied out of it, so the memory used stays close to that of the weights held.
 
 Names inside a file are those of transformers' Llama, Qwen2 and Qwen3; `refimpl/model/transformer.py` says which of them
 are joined here.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +27,7 @@ from refimpl.model.transformer import Decoder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PIECE_BYTES = 4 << 20  # of a tensor are mapped at a time
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -161,7 +164,7 @@ def content_hash(path: str | Path) -> str:
 
 
 class _Shards:
-    """The safetensors files of a folder, one mapped at a time and let go whenever the reader moves to another group."""
+    """The safetensors files of a folder, one mapped at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -181,11 +184,15 @@ class _Shards:
         return sorted(self._files if self._files is not None else self._shard(SINGLE).keys())
 
     def tensor(self, name: str) -> torch.Tensor:
+        return self._slice(name)[:]
+
+    def _slice(self, name: str) -> Any:
+        """A tensor of the mapped file: shape without reading, rows by slicing."""
         file = SINGLE if self._files is None else self._files.get(name)
         if file is None:
             raise WeightsError(f"{self._folder / INDEX} names no shard for tensor {name}")
         try:
-            return self._shard(file).get_tensor(name)
+            return self._shard(file).get_slice(name)
         except SafetensorError as error:
             raise WeightsError(f"{self._folder / file}: tensor {name}: {error}") from None
 
@@ -193,17 +200,17 @@ class _Shards:
         """Fill `target` with these tensors, row under row."""
         row = 0
         for name in names:
-            tensor = self.tensor(name)
-            rows = tensor.shape[0]
-            if tensor.shape[1:] != target.shape[1:] or row + rows > target.shape[0]:
-                raise WeightsError(
-                    f"{self._folder}: tensor {name} is {tuple(tensor.shape)}, which does not fit config.json"
-                )
-            target[row : row + rows].copy_(tensor)
-            row += rows
+            shape = self._slice(name).get_shape()
+            if shape[1:] != list(target.shape[1:]) or row + shape[0] > target.shape[0]:
+                raise WeightsError(f"{self._folder}: tensor {name} is {tuple(shape)}, which does not fit config.json")
+            step = max(1, PIECE_BYTES // (4 * math.prod(shape[1:])))
+            for start in range(0, shape[0], step):
+                stop = min(start + step, shape[0])
+                target[row + start : row + stop].copy_(self._slice(name)[start:stop])
+                self.close()  # unmap: pages of a mapped file count as memory of this process
+            row += shape[0]
         if row != target.shape[0]:
             raise WeightsError(f"{self._folder}: {', '.join(names)} have {row} rows, expected {target.shape[0]}")
-        self.close()  # unmap: pages of a mapped file count as memory of this process
 
     def close(self) -> None:
         self._open = None
