@@ -33,10 +33,10 @@ PACKETS_PER_SWEEP = 256
 class _Message:
     """One message under way."""
 
-    __slots__ = ("arrival_ns", "arrived", "channel", "delay_s", "target")
+    __slots__ = ("arrival_ns", "arrived", "channel", "delay_s", "source", "target")
 
-    def __init__(self, target: int, delay_s: float, arrived: Arrived, channel: Channel | None) -> None:
-        self.target, self.delay_s, self.arrived, self.channel = target, delay_s, arrived, channel
+    def __init__(self, source: int, target: int, delay_s: float, arrived: Arrived, channel: Channel | None) -> None:
+        self.source, self.target, self.delay_s, self.arrived, self.channel = source, target, delay_s, arrived, channel
         self.arrival_ns = -1  # not known before its bytes have left the links
 
     def hand_over(self, _: Event) -> None:
@@ -49,6 +49,10 @@ def _not_before(instant_s: float) -> int:
     while instant_ns / SECOND_NS < instant_s:
         instant_ns += 1
     return instant_ns
+
+
+def _nothing() -> None:
+    """What a lost message does."""
 
 
 class FlowCarrier:
@@ -86,7 +90,7 @@ class FlowCarrier:
         fate = network.fate(path, self.rng)
         if fate is not DELIVERED and not (fate.in_order and fate.extra_delay_s == (0.0,)):
             self._send_disturbed(
-                path.links, target, size_bytes, [delay_s + extra for extra in fate.extra_delay_s], arrived
+                path.links, source, target, size_bytes, [delay_s + extra for extra in fate.extra_delay_s], arrived
             )
             return
         flow = self.engine.start(
@@ -97,7 +101,7 @@ class FlowCarrier:
             rate_bound_bytes_per_s=path.rate_bound_bytes_per_s,
         )
         channel = None if kind is None else (source, target, kind)
-        message = _Message(target, delay_s, arrived, channel)
+        message = _Message(source, target, delay_s, arrived, channel)
         if size_bytes <= PACKET_BYTES and channel not in self._channels:
             finish_s = self.engine.solo_finish_s(flow)
             if finish_s != float("inf"):
@@ -119,7 +123,7 @@ class FlowCarrier:
         self._look_again()
 
     def _send_disturbed(
-        self, links: tuple[int, ...], target: int, size_bytes: int, delays_s: list[float], arrived: Arrived
+        self, links: tuple[int, ...], source: int, target: int, size_bytes: int, delays_s: list[float], arrived: Arrived
     ) -> None:
         """Message faults struck: no copy (its bytes are sent all the same), several, or one out of order."""
         self.messages_lost += not delays_s
@@ -133,7 +137,25 @@ class FlowCarrier:
 
         for delay_s in delays_s or [0.0]:
             flow = self.engine.start(cast(int, self.kernel._now) / SECOND_NS, links, size_bytes)
-            self._flows[flow] = _Message(target, delay_s, first_copy, None)
+            self._flows[flow] = _Message(source, target, delay_s, first_copy, None)
+        self._look_again()
+
+    def drop(self, node: int) -> None:
+        """The node died. What it was sending never arrives; what was on its way to it breaks off now, and its sender
+        learns so after the path's latency, as over a connection that is reset."""
+        now_ns = cast(int, self.kernel._now)
+        for flow, message in list(self._flows.items()):
+            if node not in (message.source, message.target):
+                continue
+            self.engine.cancel(now_ns / SECOND_NS, flow)
+            del self._flows[flow]
+            if message.source == node:
+                message.arrived = _nothing
+            message.arrival_ns = now_ns + to_ns(message.delay_s)
+            if message.channel is None:
+                self.kernel.at(message.target, message.arrival_ns, message.hand_over)
+            else:
+                self._in_turn(message.channel)
         self._look_again()
 
     def links_changed(self) -> None:

@@ -84,15 +84,15 @@ def plot_detections(
             times.setdefault(behaviour, [])
             if not event["accepted"]:
                 times[behaviour].append(event["t_ns"] / SECOND_NS)
-    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
-    palette = plt.get_cmap("tab20").colors
+    figure, axis = plt.subplots(figsize=(10, 4.6), layout="constrained")
+    palette = plt.get_cmap("tab20")
     cheats = [name for name in times if name not in honest]
     for i, name in enumerate(cheats):
         xs, ys = [0.0], [0.0]
         for count, instant in enumerate(sorted(times[name]), 1):
             xs += [instant, instant]
             ys += [ys[-1], 100 * count / judged[name]]
-        axis.plot([*xs, end_s], [*ys, ys[-1]], color=palette[i % 20], lw=1.6, label=name)
+        axis.plot([*xs, end_s], [*ys, ys[-1]], color=palette(i % 20), lw=1.6, label=name)
     false = sorted(t for name in times if name in honest for t in times[name])
     for instant in false:
         axis.axvline(instant, color=HONEST_COLOUR, lw=0.8)
@@ -101,7 +101,7 @@ def plot_detections(
     axis.set_ylabel("submissions rejected so far (% of the behaviour's)")
     axis.set_ylim(-2, 104)
     axis.grid(alpha=0.25)
-    axis.legend(fontsize=8, ncols=2, loc="center right")
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     axis.set_title(f"{title}: when cheats were caught", fontsize=11)
     figure.savefig(path, dpi=110)
     plt.close(figure)

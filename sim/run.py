@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from refimpl.workshop import Agreement
 from refimpl.world import derive_rng
 from sim import plots, summary
 from sim.carrier import FlowCarrier
+from sim.churn import ChurnEvent, churn_events
 from sim.hardware import find_device
-from sim.kernel import SECOND_NS
+from sim.life import Life
 from sim.network import Network
 from sim.progress import Progress
 from sim.record import EventLog, read_events
+from sim.regions import region_set
 from sim.scenario import Member, Scenario
 from sim.world import SimFabric, SimWorld
 
@@ -81,25 +83,30 @@ def journal_for(world: SimWorld) -> Callable[..., None]:
     return journal
 
 
-def build_fabric(scenario: Scenario, seed: int, log: EventLog) -> SimFabric:
-    """The scenario's nodes on its network."""
-    network = Network(regions=scenario.network.regions, jitter_ms=scenario.network.jitter_ms)
+def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Network]:
+    """The scenario's nodes on its network, none of them up yet."""
+    borders = any(fault.kind == "partition" for fault in scenario.faults)
+    network = Network(regions=scenario.network.regions, jitter_ms=scenario.network.jitter_ms, borders=borders)
     fabric = SimFabric(
         run_seed=seed,
         carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(seed, "network")),
         recorder=log,
     )
+    place_of = {member.name: place for place, member in enumerate(scenario.members())}
     for member in scenario.members():
         group = member.group
-        world = fabric.node(member.name, find_device(group.device).price)
-        index = network.add_node(
+        fabric.node(member.name, find_device(group.device).price)
+        network.add_node(
+            name=member.name,
             region=group.region,
             uplink_mbit_s=group.uplink_mbit_s,
             downlink_mbit_s=group.downlink_mbit_s,
             latency_ms=group.latency_ms,
+            loss_fraction=group.loss_fraction,
+            nat=group.nat,
+            relay=place_of[group.relay] if group.relay is not None else None,
         )
-        assert index == world.index
-    return fabric
+    return fabric, network
 
 
 def run_scenario(
@@ -113,74 +120,98 @@ def run_scenario(
     engines = RealEngines(plan.agreement)
     log = EventLog(folder / "events.jsonl")
     try:
-        fabric = build_fabric(scenario, seed, log)
-        _drive(scenario, name, fabric, plan, engines, log)
+        fabric, network = build(scenario, seed, log)
+        _drive(scenario, name, seed, fabric, network, plan, engines, log)
     finally:
         log.close()
-    result = conclude(folder, name, seed, scenario, plan, virtual_s=fabric.kernel.now / SECOND_NS)
+    result = conclude(folder, name, seed, scenario, plan, virtual_s=fabric.now_s())
     say(summary.table(result.rows))
     say(headline(result.rows))
     say(f"{len(list(read_events(folder / 'events.jsonl')))} events, {time.monotonic() - started_s:.0f} s: {folder}/")
     return result
 
 
-def _drive(scenario: Scenario, name: str, fabric: SimFabric, plan: SwarmPlan, engines: Any, log: EventLog) -> None:
-    """Seat every node and run until the workers have ended, or the scenario's time is up."""
-    members = list(scenario.members())
-    workers = [member for member in members if member.group.role not in SERVICES]
-    first = fabric.nodes[members[0].name]
-    stop, ended = first.signal(), first.signal()
-    left = len(workers)
-    counts: Counter[str] = Counter({"batches": 0, "judged": 0, "rejected": 0, "ejected": 0})
-    busy = {member.name for member in workers}
+def _drive(
+    scenario: Scenario,
+    name: str,
+    seed: int,
+    fabric: SimFabric,
+    network: Network,
+    plan: SwarmPlan,
+    engines: Any,
+    log: EventLog,
+) -> None:
+    """Let every node live and work until the workers have done their part, or the scenario's time is up."""
+    members = {member.name: member for member in scenario.members()}
+    working = {member.name for member in members.values() if member.group.role not in SERVICES}
+    desk = fabric.node("(the run)", lambda work: 0.0)  # on no network: where the run itself waits
+    stop, all_done = desk.signal(), desk.signal()
+    left = set(working)
+    counts = _Counts(working)
+    log.listen(counts.event)
 
-    def count(event: dict[str, Any]) -> None:
-        if event["kind"] == "compute" and event["node"] in busy:
-            counts["batches"] += 1
-        elif event["kind"] == "judged":
-            counts["judged"] += 1
-            counts["rejected"] += not event["accepted"]
-        elif event["kind"] == "ejected":
-            counts["ejected"] += 1
+    async def part(member: Member, seat: Seat) -> None:
+        await take_seat(member.group.role, seat)
+        left.discard(member.name)
+        if not left:
+            all_done.set()
 
-    log.listen(count)
-
-    def seat(member: Member) -> Coroutine[Any, Any, None]:
-        world = fabric.nodes[member.name]
-        return take_seat(
-            member.group.role,
-            Seat(
-                world=world,
-                plan=plan,
-                engines=engines,
-                stop=stop,
-                behaviour=member.group.behaviour,
-                journal=journal_for(world),
-            ),
+    def start(world: SimWorld, disk_kept: bool) -> None:
+        member = members[world.name]
+        seat = Seat(
+            world=world,
+            plan=plan,
+            engines=engines,
+            stop=stop,
+            behaviour=member.group.behaviour,
+            journal=journal_for(world),
         )
-
-    async def work(member: Member) -> None:
-        nonlocal left
-        try:
-            await seat(member)
-        finally:
-            left -= 1
-            if left == 0:
-                ended.set()
+        world.spawn(part(member, seat), member.group.role)
 
     async def main() -> None:
-        for member in members:
-            world = fabric.nodes[member.name]
-            if member.group.role in SERVICES:
-                world.spawn(seat(member), member.group.role)
-            else:
-                world.spawn(work(member), member.group.role)
-        await ended.wait(scenario.duration_s)
+        prices = {member.name: find_device(member.group.device).price for member in members.values()}
+        life = Life(fabric, network, prices=prices, start=start)
+        faults = [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults]
+        life.begin(list(members), _random_lives(scenario, seed), faults)
+        await all_done.wait(scenario.duration_s)
         stop.set()
 
-    progress = Progress(name, first.now, lambda: counts["batches"] / (len(workers) * plan.assignments), counts)
-    with progress:
-        fabric.run(main(), node=first.name)
+    total = max(1, len(working) * plan.assignments)
+    with Progress(name, fabric.now_s, lambda: counts["batches"] / total, counts):
+        fabric.run(main(), node=desk.name)
+
+
+def _random_lives(scenario: Scenario, seed: int) -> list[ChurnEvent]:
+    """All comings and goings of all groups, in the order of time and name."""
+    regions = region_set(scenario.network.regions) if scenario.network.regions is not None else None
+    events: list[ChurnEvent] = []
+    for group in scenario.nodes:
+        if group.life is not None:
+            region = group.region or ""
+            nodes = {member.name: region for member in scenario.members() if member.group is group}
+            offsets = {region: regions.utc_offset_h(region)} if regions is not None else None
+            events += churn_events(group.life, nodes, seed, scenario.duration_s, offsets)
+    return sorted(events, key=lambda event: (event.time_ns, event.node))
+
+
+class _Counts(Counter[str]):
+    """What the progress line shows."""
+
+    def __init__(self, working: set[str]) -> None:
+        super().__init__({"up": 0, "batches": 0, "judged": 0, "rejected": 0, "ejected": 0})
+        self._working = working
+
+    def event(self, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if kind == "compute" and event["node"] in self._working:
+            self["batches"] += 1
+        elif kind == "judged":
+            self["judged"] += 1
+            self["rejected"] += not event["accepted"]
+        elif kind == "ejected":
+            self["ejected"] += 1
+        elif kind in ("up", "down"):
+            self["up"] += 1 if kind == "up" else -1
 
 
 def conclude(folder: Path, name: str, seed: int, scenario: Scenario, plan: SwarmPlan, *, virtual_s: float) -> RunResult:

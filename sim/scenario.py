@@ -17,6 +17,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from refimpl.attacks.names import BEHAVIOURS
 from sim.catalogue import CatalogueError, Strict, UnknownDevice, explain, read_toml
+from sim.churn import ChurnSpec
+from sim.faults import FaultPart
 from sim.hardware import find_device
 from sim.regions import Regions, UnknownRegion, region_set
 
@@ -86,6 +88,10 @@ class NodeGroup(Strict):
     uplink_mbit_s: float = Field(gt=0)
     downlink_mbit_s: float = Field(gt=0)
     latency_ms: float = Field(0.0, ge=0, description="one way, of the access line")
+    loss_fraction: float = Field(0.0, ge=0, lt=1, description="of packets, on the access line")
+    nat: Literal["open", "nat", "relay_only"] = "open"
+    relay: str | None = Field(None, description="the open node through which others reach a node behind a NAT")
+    life: ChurnSpec | None = Field(None, description="when it comes and goes; left out: always there")
 
 
 class Scenario(Strict):
@@ -100,6 +106,7 @@ class Scenario(Strict):
     verifier: VerifierPart = VerifierPart()
     ledger: LedgerPart = LedgerPart()
     network: NetworkPart = NetworkPart()
+    faults: tuple[FaultPart, ...] = ()
     nodes: tuple[NodeGroup, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -117,7 +124,24 @@ class Scenario(Strict):
         regions = self._regions()
         for group in self.nodes:
             self._check_group(group, regions)
+        for place, fault in enumerate(self.faults):
+            self._check_fault(place, fault)
         return self
+
+    def _check_fault(self, place: int, fault: FaultPart) -> None:
+        if fault.start_s >= self.duration_s:
+            raise ValueError(f"fault {place} starts at {fault.start_s} s; the run ends at {self.duration_s} s")
+        for name in fault.nodes:
+            if not self.struck_by(name):
+                raise ValueError(f"fault {place} strikes {name!r}; no node or group is called so")
+        here = {group.region for group in self.nodes}
+        for region in fault.regions:
+            if region not in here:
+                raise ValueError(f"fault {place} cuts off region {region!r}; no node is there")
+
+    def struck_by(self, name: str) -> list[str]:
+        """The nodes that `name` means: one node, or all of a group."""
+        return [member.name for member in self.members() if name in (member.name, member.group.name)]
 
     def _regions(self) -> Regions | None:
         try:

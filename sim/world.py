@@ -38,6 +38,10 @@ class Carrier(Protocol):
         keep their order; those of kind None may overtake."""
         ...
 
+    def drop(self, node: int) -> None:
+        """The node died: what it was sending stops, what was on its way to it arrives nowhere."""
+        ...
+
     def unreachable(self, source: int, target: int, *, reply: bool = False) -> str | None:
         """A sentence when nothing can go from `source` to `target`, else None."""
         ...
@@ -106,6 +110,9 @@ class SimWorld:
         self.alive = True
         self.hung = False  # alive, and answers nothing
         self.slowness = 1.0  # a fault may make the device this many times slower
+        self.skew_s = 0.0  # how far its clock is ahead
+        self.disk_full = False
+        self._unheard: list[tuple[SimWorld, Message, Event]] = []  # calls that came while it hung
         self.handlers: dict[type[Message], Handler] = {}
         self.tasks: set[Task] = set()
         self.calls: dict[Event, tuple[str, str, int]] = {}  # open calls: target, message, since when
@@ -118,7 +125,7 @@ class SimWorld:
         return self._rng
 
     def now(self) -> float:
-        return cast(int, self.fabric.kernel._now) / SECOND_NS
+        return cast(int, self.fabric.kernel._now) / SECOND_NS + self.skew_s
 
     async def sleep(self, duration_s: float) -> None:
         if duration_s < 0:
@@ -168,7 +175,7 @@ class SimWorld:
         if not self.alive:
             return self._send_back(source, reply, Unreachable(f"node {self.name!r} is down"))
         if self.hung:
-            return None
+            return self._unheard.append((source, message, reply))
         handler = self.handlers.get(type(message))
         if handler is None:
             refusal = Refused(f"node {self.name!r} serves no {type(message).__name__}")
@@ -197,6 +204,13 @@ class SimWorld:
         started._ok, started._value = True, None
         task.resume(started)
         return None
+
+    def wake(self) -> None:
+        """Hang no longer: what came meanwhile is served now, in order, as by a process that was stopped and goes on."""
+        self.hung = False
+        unheard, self._unheard = self._unheard, []
+        for source, message, reply in unheard:
+            self.receive(source, message, reply)
 
     def _send_back(self, source: SimWorld, reply: Event, outcome: Message | BaseException) -> None:
         if isinstance(outcome, BadMessage):
@@ -307,6 +321,10 @@ class SimFabric:
         self.failures: list[TaskFailure] = []
         self.serving: dict[int, dict[Event, SimWorld]] = {}  # callee -> open calls and their callers
 
+    def now_s(self) -> float:
+        """True virtual time, whatever any node's clock says."""
+        return cast(int, self.kernel._now) / SECOND_NS
+
     def record(self, kind: str, node: str, **fields: Any) -> None:
         if self.recorder is not None:
             self.recorder.event(cast(int, self.kernel._now), kind, node, **fields)
@@ -338,6 +356,7 @@ class SimFabric:
         node.tasks.clear()
         for reply in list(node.calls):
             node.calls.pop(reply, None)
+        self.carrier.drop(node.index)
         for reply, source in self.serving.pop(node.index, {}).items():
             node._send_back(source, reply, Unreachable(f"node {name!r} was lost in mid-call"))
 
