@@ -125,13 +125,16 @@ class HopReceiver:
         self._digests: list[SignedDigest] = []
         self._expected = 0
 
-    def take(self, signed: SignedDigest, rows: Sequence[Row], ended: Sequence[int] = ()) -> Receipt | Complaint:
-        """One message, in order; `ended`: sequences that end with it, their short last chunks being due.
+    def take(
+        self, signed: SignedDigest, rows: Sequence[Row], ended: Sequence[int] = (), *, checked: bool = False
+    ) -> Receipt | Complaint:
+        """One message, in order; `ended`: sequences that end with it, their short last chunks being due; `checked`: the
+        caller has verified the signature.
 
         A receipt: the bytes may be used. A complaint: the chunk must not be used. Raises `BadHop` for what does not
         count as sent (and nothing is changed).
         """
-        leaves = self._check(signed, rows, ended)
+        leaves = self._check(signed, rows, ended, checked)
         stated = {(c.request, c.chunk): c for c in signed.digest.commitments}
         due: dict[tuple[int, int], Commitment | None] = {}
         for request in ended:
@@ -167,14 +170,16 @@ class HopReceiver:
             tokens |= {(request, chunk): size for chunk in range(first // size, end // size)}
         return tokens
 
-    def _check(self, signed: SignedDigest, rows: Sequence[Row], ended: Sequence[int]) -> tuple[Leaf, ...]:
+    def _check(
+        self, signed: SignedDigest, rows: Sequence[Row], ended: Sequence[int], checked: bool
+    ) -> tuple[Leaf, ...]:
         digest = signed.digest
         who = (digest.ring, digest.epoch, digest.sender, digest.receiver)
         if who != (self.ring, self.epoch, self.sender, self.receiver):
             raise BadHop(f"message {digest.number} is not one of this link's, in epoch {self.epoch}")
         if digest.number != self._expected:
             raise BadHop(f"message {digest.number} came where {self._expected} is expected")
-        if not signed.holds(self._verify):
+        if not checked and not signed.holds(self._verify):
             raise BadHop(f"message {digest.number} does not have its sender's signature")
         leaves = []
         for request, first, data in rows:

@@ -109,22 +109,22 @@ class Partition:
     method: str
 
 
-def chain_of(model: ModelSize, batch: int, length_tokens: int, activation_tokens: int = 0) -> Chain:
-    """The chain of a decoder: weights per layer plus the cache of `batch` sequences of `length_tokens`.
+def chain_of(model: ModelSize, batch: int, length_tokens: int, *, tied: bool = False, pass_tokens: int = 0) -> Chain:
+    """The chain of a whole decoder: weights per layer plus the cache of `batch` sequences of `length_tokens`.
 
-    `activation_tokens`: tokens of the largest pass (batch x chunk); each stage then holds its input and output states
-    and the widest inner activation of these.
+    `tied`: head and embedding are one matrix. `pass_tokens`: tokens of the largest pass (rows x chunk); each stage then
+    holds its input and output states and the widest inner activation of these.
     """
-    layers = model.layers
     ends = model.vocabulary * model.hidden * model.bytes_per_weight
     body_bytes = model.weight_bytes - ends * (model.with_embedding + model.with_head)
-    layer_bytes = body_bytes / layers + model.kv_bytes_per_token / layers * batch * length_tokens
+    layer_bytes = (body_bytes + model.kv_bytes_per_token * batch * length_tokens) / model.layers
     widest = max(model.intermediate, model.expert_intermediate * max(1, model.experts_active))
     return Chain(
-        layer_bytes=(layer_bytes,) * layers,
-        embedding_bytes=ends if model.with_embedding else 0.0,
-        head_bytes=ends if model.with_head else 0.0,
-        stage_bytes=activation_tokens * (2 * model.hidden + 2 * widest) * 2.0,
+        layer_bytes=(layer_bytes,) * model.layers,
+        embedding_bytes=ends,
+        head_bytes=ends,
+        tied=tied,
+        stage_bytes=pass_tokens * (2 * model.hidden + 2 * widest) * 2.0,
     )
 
 

@@ -144,8 +144,8 @@ class HeadSchedule:
         """Nothing is waiting, live or on its way."""
         return not self._waiting and not self.in_flight and not any(b.rows or b.ended for b in self._batches)
 
-    def submit(self, request: Request) -> bool:
-        """Queue a request. False: it was submitted before (said twice, done once). Raises `TooLong` before any work."""
+    def check(self, request: Request) -> None:
+        """Raises `TooLong` for a request that no cache row holds, ValueError for one that asks for nothing."""
         if not request.prompt or request.max_new_tokens <= len(request.answer):
             raise ValueError(
                 f"request {request.id} has {len(request.prompt)} prompt tokens, {len(request.answer)} answered and "
@@ -157,6 +157,10 @@ class HeadSchedule:
                 f"request {request.id} needs room for {needs} tokens ({len(request.prompt)} of its prompt and "
                 f"{request.max_new_tokens} new ones, the last of which is not cached), a row has {self.capacity_tokens}"
             )
+
+    def submit(self, request: Request) -> bool:
+        """Queue a request. False: it was submitted before (said twice, done once). Raises as `check` does."""
+        self.check(request)
         if request.id in self._seen:
             return False
         self._seen.add(request.id)
@@ -263,13 +267,14 @@ class HeadSchedule:
         rows = [row for batch in self._batches for row in batch.rows if row.request.id not in batch.ended]
         return {row.request.id: tuple(row.answer) for row in (*rows, *self._waiting)}
 
-    def restart(self, *, keep_chunk: int = 1) -> int:
-        """A new epoch: passes on their way are lost, caches empty; live sequences go to the front of the queue.
+    def restart(self, *, keep_chunk: int = 1, epoch: int | None = None) -> int:
+        """A new epoch (the next, or the one given): passes on their way are lost, caches empty; live sequences go to
+        the front of the queue.
 
         `keep_chunk`: answers are cut back to whole chunks of so many tokens of the sequence, where a chunk that is not
         complete is not to be trusted.
         """
-        self.epoch += 1
+        self.epoch = self.epoch + 1 if epoch is None else epoch
         self.number = 0
         self.in_flight.clear()
         for batch in reversed(self._batches):

@@ -1,0 +1,190 @@
+"""A stage's arithmetic: its layers, its caches, and on the last stage the draw. [torch]
+
+A pass runs over consecutive rows of one micro-batch's cache. Rows of unequal length are padded on the right, where no
+token looks; only real tokens travel. In float32 and with equal batches the result is that of one process, bit for bit.
+
+Shapes: n rows, T new tokens of the longest row, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from refimpl.model.cache import KVCache
+from refimpl.model.sampler import Sampling, sample
+from refimpl.model.transformer import Decoder
+from refimpl.model.weights import content_hash, load_decoder
+from refimpl.pipeline.blame import Commit
+from refimpl.pipeline.formation import Parts
+from refimpl.pipeline.messages import Member, RingPlan
+from refimpl.pipeline.schedule import HeldRow, Pass
+from refimpl.toploc.proof import build_proofs
+from refimpl.work import Forward, ModelSize, Seconds, Several, Work
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a pass gave: the activations of its new tokens, and on the last stage the tokens drawn."""
+
+    states: np.ndarray  # [new tokens, D], as they travel; the last stage's are normed
+    tokens: np.ndarray | None = None  # int32 [rows that draw]
+    logprobs: np.ndarray | None = None  # float32 [rows that draw]
+
+
+class StageCompute:
+    """Layers `decoder.layer_range` with caches for `micro_batches` x `rows` sequences."""
+
+    def __init__(
+        self, decoder: Decoder, *, micro_batches: int, rows: int, capacity_tokens: int, sampling: Sampling
+    ) -> None:
+        self.decoder, self.sampling = decoder, sampling
+        self.size: ModelSize = decoder.config.size(decoder.layer_range)
+        self.caches: list[KVCache] = [
+            decoder.new_cache(batch=rows, capacity=capacity_tokens) for _ in range(micro_batches)
+        ]
+        self.dtype = str(decoder.dtype).removeprefix("torch.")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and caches."""
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.decoder.parameters())
+        return weights + sum(cache.size_bytes for cache in self.caches)
+
+    def reset(self) -> None:
+        """Empty caches."""
+        for cache in self.caches:
+            cache.lengths[:] = 0
+
+    def work(self, made: Pass) -> Work:
+        """What a pass costs."""
+        if not made.rows:
+            return Seconds(duration_s=0.0)
+        parts = [
+            Forward(model=self.size, batch=count, new_tokens=new, past_tokens=past)
+            for (past, new), count in _alike(made).items()
+        ]
+        return parts[0] if len(parts) == 1 else Several(tuple(parts))
+
+    @torch.inference_mode()
+    def run(self, made: Pass, drawing: Sequence[HeldRow], states: np.ndarray | None) -> Made:
+        """Do what the header says. `states`: the predecessor's activations; None on the first stage, whose rows carry
+        their tokens. `drawing`: the rows that draw, as `StageRows.obey` gave them."""
+        cache = self.caches[made.micro_batch]
+        for source, target in made.moves:
+            cache.move(source, target)
+        if not made.rows:
+            return Made(self._travel(torch.empty(0, self.decoder.config.hidden, dtype=self.decoder.dtype)))
+        view = cache.rows(made.first_row, made.first_row + len(made.rows))
+        view.lengths[:] = [row.past for row in made.rows]
+        new = [row.new for row in made.rows]
+        ragged = min(new) != max(new)
+        hidden_nTD = self.decoder(self._inputs(made, states, new, ragged), view, new_lengths=new if ragged else None)
+        if ragged:
+            flat_D = torch.cat([hidden_TD[:count] for hidden_TD, count in zip(hidden_nTD, new, strict=True)])
+        else:
+            flat_D = hidden_nTD.flatten(0, 1)
+        if not self.decoder.last:
+            return Made(self._travel(flat_D))
+        tokens, logprobs = self._draw(made, drawing, flat_D, new)
+        return Made(self._travel(flat_D), tokens, logprobs)
+
+    def _inputs(self, made: Pass, states: np.ndarray | None, new: list[int], ragged: bool) -> torch.Tensor:
+        device, width = self.decoder.device, max(new)
+        if states is None:
+            tokens_nT = torch.zeros(len(new), width, dtype=torch.int64)
+            for at, row in enumerate(made.rows):
+                tokens_nT[at, : row.new] = torch.tensor(row.tokens)
+            return tokens_nT.to(device)
+        flat_D = _tensor(states).to(device)
+        if not ragged:
+            return flat_D.view(len(new), width, -1)
+        hidden_nTD = flat_D.new_zeros(len(new), width, flat_D.shape[1])
+        for at, part in enumerate(flat_D.split(new)):
+            hidden_nTD[at, : len(part)] = part
+        return hidden_nTD
+
+    def _draw(
+        self, made: Pass, drawing: Sequence[HeldRow], flat_D: torch.Tensor, new: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        lasts = np.cumsum(new) - 1
+        at = torch.tensor([int(last) for last, row in zip(lasts, made.rows, strict=True) if row.draws])
+        if not len(at):
+            return np.zeros(0, np.int32), np.zeros(0, np.float32)
+        logits = self.decoder.logits(flat_D[at.to(flat_D.device)])
+        seeds = torch.tensor([row.seed for row in drawing], dtype=torch.int64)
+        positions = torch.tensor([row.answered for row in drawing], dtype=torch.int64)
+        tokens, logprobs = sample(logits, seeds.to(logits.device), positions.to(logits.device), self.sampling)
+        return tokens.to("cpu", torch.int32).numpy(), logprobs.cpu().numpy()
+
+    @staticmethod
+    def _travel(flat_D: torch.Tensor) -> np.ndarray:
+        flat_D = flat_D.detach().cpu().contiguous()
+        if flat_D.dtype == torch.bfloat16:
+            return flat_D.view(torch.int16).numpy().view(np.uint16)
+        return flat_D.numpy()
+
+
+def _alike(made: Pass) -> dict[tuple[int, int], int]:
+    """Rows by (past, new): rows of one length are priced as one batch."""
+    counts: dict[tuple[int, int], int] = {}
+    for row in made.rows:
+        counts[(row.past, row.new)] = counts.get((row.past, row.new), 0) + 1
+    if len(counts) > 1 and len({new for _, new in counts}) == 1:  # a decode pass: one batch, of the mean length
+        (_, new), rows = next(iter(counts)), sum(counts.values())
+        return {(round(sum(past * count for (past, _), count in counts.items()) / rows), new): rows}
+    return counts
+
+
+def _tensor(states: np.ndarray) -> torch.Tensor:
+    """Activations as they travelled -> a tensor in their own dtype."""
+    if states.dtype == np.uint16:
+        return torch.from_numpy(states.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(states.copy())
+
+
+def bytes_per_token(hidden: int, dtype: str) -> int:
+    """Size of one token's activations on a link."""
+    return hidden * (2 if dtype == "bfloat16" else 4)
+
+
+def toploc_commit(hidden: int, dtype: str, *, chunk_tokens: int, top_k: int) -> Commit:
+    """Commitment to one chunk's bytes: the TOPLOC proof of its activations, rounded to bfloat16 where they are not."""
+    kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+    def commit(data: bytes) -> bytes:
+        states_TD = torch.frombuffer(bytearray(data), dtype=kind).view(-1, hidden).to(torch.bfloat16)
+        (proof,) = build_proofs(states_TD, chunk_tokens=chunk_tokens, top_k=top_k)
+        return proof.encode()
+
+    return commit
+
+
+def torch_parts(path: str | Path, *, dtype: str = "bfloat16", device: str = "auto") -> Parts:
+    """What a stage is made of that runs the checkpoint folder `path`: only the layers of its seat are read."""
+
+    def load(plan: RingPlan, member: Member) -> StageCompute:
+        decoder = load_decoder(path, layers=range(member.first, member.end), dtype=DTYPES[dtype], device=device)
+        config = decoder.config
+        for field, theirs, ours in (("layers", plan.layers, config.layers), ("hidden", plan.hidden, config.hidden)):
+            if theirs != ours:
+                raise ValueError(f"{field}: the plan says {theirs}, the checkpoint {ours}")
+        sampling = Sampling(temperature=plan.sampling_temperature, top_k=plan.sampling_top_k, top_p=plan.sampling_top_p)
+        return StageCompute(
+            decoder,
+            micro_batches=plan.micro_batches,
+            rows=plan.rows,
+            capacity_tokens=plan.capacity_tokens,
+            sampling=sampling,
+        )
+
+    def commit(plan: RingPlan) -> Commit:
+        return toploc_commit(plan.hidden, plan.dtype, chunk_tokens=plan.chunk_tokens, top_k=plan.top_k)
+
+    return Parts(checkpoint=content_hash(path), load=load, commit=commit)

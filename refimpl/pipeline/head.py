@@ -1,0 +1,258 @@
+"""The head of a ring: takes requests, schedules every pass, and never loses what was generated.
+
+Takes `Complete` (a client's prompts), `Drawn` (from the last stage), `FileComplaint` and `ReportTrouble` (from stages),
+`Announce` (a node that can be a stage). Sends `JoinRing`, `GreetNeighbours` and `AskProgress` (`ring.py`). It lives on
+the node of the first stage and feeds that one itself. The schedule is a pure machine (`schedule.py`).
+
+When a stage is lost, all live sequences are prefilled again, prompt and answer so far, and go on. Requests and tokens
+are on disk before anything else happens with them, so a head that dies goes on where it was. When a complaint convicts
+a stage, its seat goes to another, and the tokens of chunks that no link has confirmed are drawn again.
+
+Differs from the original (prime-rl 1334cd61a with the testnet's regrouping): 1) there a lost stage ends the group's
+work; 2) complaints are settled while the ring runs; 3) the sampler's output goes to the head alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from refimpl.journal import Journal, silent
+from refimpl.messages import Message, Ok
+from refimpl.pipeline.blame import Receipt, SignedDigest, Verdict, settle
+from refimpl.pipeline.formation import Formation, drawn_digest, token_rows, verify_link
+from refimpl.pipeline.messages import Announce, Complete, Completed, Drawn, FileComplaint, ReportTrouble, Taken
+from refimpl.pipeline.requests import Kept, RequestLog
+from refimpl.pipeline.ring import Ring, RingConfig
+from refimpl.pipeline.schedule import Drift, HeadSchedule, Pass, Request
+from refimpl.pipeline.stage import Stage
+from refimpl.world import Refused, Signal, World
+
+
+class Head:
+    """One ring's head. `serve()` once, then `run()` until `stop()`.
+
+    `stage`: the head's own, not served by itself. `nodes`: name -> public key of all nodes that can be stages, in the
+    order in which they are to be used; the first is this one.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: RingConfig,
+        stage: Stage,
+        nodes: Mapping[str, str],
+        log: RequestLog | None = None,
+        journal: Journal = silent,
+    ) -> None:
+        self.world, self.config, self.stage, self.journal = world, config, stage, journal
+        self.log = log or RequestLog()
+        self.ring = Ring(world, config, stage, nodes, journal)
+        self.schedule = HeadSchedule(
+            micro_batches=config.micro_batches,
+            rows=config.rows,
+            capacity_tokens=config.capacity_tokens,
+            chunk_tokens=config.prefill_tokens,
+        )
+        self.verdicts: list[Verdict] = []
+        self.last_digests: list[SignedDigest] = []  # what the last stage signed in this epoch
+        self._awake: Signal = world.signal()
+        self._stopped = False
+        self._done: dict[int, Signal] = {}
+        self._sent_at: dict[int, float] = {}
+        self._recent_s: list[float] = []  # round trips of the last passes
+        self._keep_chunk = 1
+        for kept in self.log.unfinished():
+            self._queue(kept)
+
+    def serve(self) -> None:
+        """Answer clients and stages."""
+        self.world.serve(
+            {
+                Complete: self._complete,
+                Drawn: self._drawn,
+                FileComplaint: self._complaint,
+                ReportTrouble: self.ring.trouble,
+                Announce: self.ring.announce,
+            }
+        )
+
+    def stop(self) -> None:
+        """Stop after what is under way."""
+        self._stopped = True
+        self._awake.set()
+        self.ring.alarm()
+
+    async def run(self) -> None:
+        """Form the ring and keep passes going round until `stop()`."""
+        self.world.spawn(self._watch(), "watch")
+        while not self._stopped:
+            if not self.ring.up:
+                if await self.ring.form(self.schedule.window):
+                    self._begin_epoch()
+                continue
+            made = self.schedule.next_pass()
+            if made is None:
+                await self._awake.wait()
+                self._awake = self.world.signal()
+                continue
+            self._sent_at[made.number] = self.world.now()
+            result = await self.stage.feed(made)
+            if result is not None:
+                self._came(made.epoch, made.number, _list(result.tokens), _list(result.logprobs))
+
+    def _begin_epoch(self) -> None:
+        """Everything that was live is prefilled again."""
+        self.last_digests = []
+        self._sent_at.clear()
+        self.schedule.restart(keep_chunk=self._keep_chunk, epoch=self.ring.epoch)
+        self.log.cut({number: len(answer) for number, answer in self.schedule.answers().items()})
+        self._keep_chunk = 1
+
+    async def _watch(self) -> None:
+        """Look for passes that are overdue."""
+        while not self._stopped:
+            quiet = await self.ring.quiet(self.config.check_s)
+            if self.ring.up and not self._stopped and (not quiet or self._overdue()):
+                await self.ring.find_hang(self.schedule.number, self._overdue)
+                self._awake.set()
+
+    def _overdue(self) -> bool:
+        oldest = next(iter(self.schedule.in_flight), None)
+        if oldest is None:
+            return False
+        limit_s = max([self.config.overdue_s_min, *(self.config.overdue_factor * s for s in self._recent_s)])
+        return self.world.now() - self._sent_at.get(oldest, self.world.now()) > limit_s
+
+    # ------------------------------------------------------------------------------------------------------- requests
+    async def complete(
+        self,
+        ids: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: Sequence[int],
+        seeds: Sequence[int],
+    ) -> list[Kept]:
+        """Answers to these prompts; an id that was asked for before is answered from the record.
+
+        Raises `TooLong` before any work when one of them does not fit a cache row, ValueError for one that asks for
+        nothing.
+        """
+        wanted = list(zip(ids, prompts, max_new_tokens, seeds, strict=True))
+        fresh = [item for item in wanted if item[0] not in self.log.requests]
+        for item in fresh:
+            self.schedule.check(Request(id=0, prompt=tuple(item[1]), max_new_tokens=item[2]))
+        for item in fresh:
+            self._queue(self.log.submit(*item))
+        self._awake.set()
+        kept = [self.log.requests[request_id] for request_id in ids]
+        for request in kept:
+            if not request.reason:
+                await self._done[request.number].wait()
+        return kept
+
+    def _queue(self, kept: Kept) -> None:
+        self._done[kept.number] = self.world.signal()
+        self.schedule.submit(
+            Request(
+                id=kept.number,
+                prompt=kept.prompt,
+                max_new_tokens=kept.max_new_tokens,
+                seed=kept.seed,
+                stop_tokens=self.config.stop_tokens,
+                answer=tuple(kept.answer),
+            )
+        )
+
+    async def _complete(self, source: str, message: Complete) -> Message:
+        if len({len(message.ids), len(message.prompts), len(message.max_new_tokens), len(message.seeds)}) != 1:
+            raise Refused("ids, prompts, max_new_tokens and seeds must be equally many")
+        prompts = [prompt.reshape(-1).tolist() for prompt in message.prompts]
+        try:
+            kept = await self.complete(message.ids, prompts, message.max_new_tokens, message.seeds)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return Completed(
+            tuple(np.array(request.answer, np.int32) for request in kept),
+            tuple(np.array(request.logprobs, np.float32) for request in kept),
+            tuple(request.reason for request in kept),
+        )
+
+    # --------------------------------------------------------------------------------------------------------- tokens
+    async def _drawn(self, source: str, drawn: Drawn) -> Message:
+        if not self.ring.up or drawn.epoch != self.ring.epoch:
+            raise Refused(f"epoch {drawn.epoch} is not the ring's")
+        formation = self.ring.formation
+        if source != formation.plan.members[-1].name or len(formation.plan.members) == 1:
+            raise Refused(f"{source!r} is not the last stage")
+        made = self.schedule.in_flight.get(drawn.number)
+        signature = b""
+        if made is not None and formation.plan.signed:
+            signature = self._receipt(formation, made, drawn)
+        try:
+            self._came(drawn.epoch, drawn.number, drawn.tokens.tolist(), drawn.logprobs.tolist())
+        except Drift as error:
+            raise Refused(str(error)) from error
+        return Taken(signature)
+
+    def _receipt(self, formation: Formation, made: Pass, drawn: Drawn) -> bytes:
+        """Check the last stage's signature over its tokens, keep it, confirm it."""
+        drawing = [row for row in made.rows if row.draws]
+        if len(drawing) != len(drawn.tokens):
+            raise Refused(f"pass {drawn.number} brings {len(drawn.tokens)} tokens, expected {len(drawing)}")
+        rows = token_rows(drawing, drawn.tokens.tolist())
+        signed = drawn_digest(formation.plan, drawn.number, rows, drawn.commitments, drawn.signature)
+        if not signed.holds(verify_link):
+            raise Refused(f"pass {drawn.number}: the signature is not the last stage's over these tokens")
+        self.last_digests.append(signed)
+        return formation.sign(Receipt.content(signed.digest))
+
+    def _came(self, epoch: int, number: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """A pass came round: on disk first, then answers that are complete, then the next pass."""
+        made = self.schedule.in_flight.get(number) if epoch == self.schedule.epoch else None
+        finished = self.schedule.returned(epoch, number, tokens)
+        if made is None:
+            return
+        drawing = [row.request for row in made.rows if row.draws]
+        self.log.draw(list(zip(drawing, map(int, tokens), map(float, logprobs), strict=True)))
+        self._recent_s = [*self._recent_s[-31:], self.world.now() - self._sent_at.pop(number)]
+        for end in finished:
+            self.log.done(end.request, end.reason)
+            self._done[end.request].set()
+        self._awake.set()
+
+    # ----------------------------------------------------------------------------------------------------- complaints
+    async def _complaint(self, source: str, message: FileComplaint) -> Message:
+        """Settle it from its own bytes; whoever is convicted is out, and chunks that no link confirmed are redrawn."""
+        if not self.ring.up or message.epoch != self.ring.epoch:
+            raise Refused(f"epoch {message.epoch} is not the ring's")
+        formation, complaint = self.ring.formation, message.complaint
+        keys = [member.public_key for member in formation.plan.members]
+        if complaint.complainer not in keys[1:]:
+            raise Refused("the complainer has no predecessor in this ring")
+        accused = keys[keys.index(complaint.complainer) - 1]
+        verdict = settle(
+            complaint,
+            ring=formation.plan.ring,
+            sender=accused,
+            verify=verify_link,
+            commit=formation.commit,
+            bytes_per_token=formation.bytes_per_token,
+            chunk_tokens=formation.plan.chunk_tokens,
+        )
+        self.verdicts.append(verdict)
+        self.journal("verdict", on=verdict.on, culprit=verdict.culprit, reason=verdict.reason)
+        if verdict.culprit is not None:
+            name = formation.plan.members[keys.index(verdict.culprit)].name
+            if name == self.world.name:
+                raise Refused("the head's own stage is convicted: this ring is over")
+            self.ring.banned.add(name)
+            self._keep_chunk = formation.plan.chunk_tokens
+            self.ring.unseat([name])
+            self._awake.set()
+        return Ok()
+
+
+def _list(values: np.ndarray | None) -> list[Any]:
+    return [] if values is None else values.tolist()
