@@ -1,4 +1,4 @@
-"""A ring of N stages is one process: same tokens, same logits, whatever the cut, the raggedness, the ends and refills."""
+"""A ring of N stages is one process: same tokens, same logits, whatever the cut, the lengths, the ends and refills."""
 
 import dataclasses
 import itertools
@@ -7,138 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from refimpl.engine import TorchEngine
-from refimpl.identity import Identity
-from refimpl.model.config import ModelConfig
 from refimpl.model.sampler import Sampling
-from refimpl.model.weights import content_hash, load_decoder, random_decoder, save_checkpoint
+from refimpl.model.weights import content_hash, load_decoder
 from refimpl.pipeline.compute import StageCompute, torch_parts
-from refimpl.pipeline.head import Head
-from refimpl.pipeline.messages import Complete, Greeting, Hop, JoinRing, hop_of, pass_of
-from refimpl.pipeline.ring import RingConfig
+from refimpl.pipeline.messages import Greeting, Hop, JoinRing, hop_of, pass_of
 from refimpl.pipeline.schedule import HeadSchedule, Request, StageRows
-from refimpl.pipeline.stage import Stage, StageConfig
+from refimpl.pipeline.stage import StageConfig
 from refimpl.world import Refused
 from refimpl.worlds.asyncio_node import Line
-from refimpl.worlds.local import LocalFabric
-
-LAYERS, HIDDEN, VOCABULARY = 7, 24, 61
-CONFIG = ModelConfig(
-    family="qwen2",
-    layers=LAYERS,
-    hidden=HIDDEN,
-    intermediate=40,
-    query_heads=4,
-    kv_heads=2,
-    head_dim=6,
-    vocabulary=VOCABULARY,
-    positions_max=256,
-    tied_head=True,
-    qkv_bias=True,
-    name="ring-test",
-)
-CUTS = {1: (7,), 2: (3, 7), 3: (1, 5, 7), 4: (2, 3, 6, 7), 5: (1, 2, 4, 6, 7)}
+from tests.small_ring import CUTS, HIDDEN, VOCABULARY, SmallRing, ask, make_checkpoint, one_process, prompts_of
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    torch.set_num_threads(1)
-    return save_checkpoint(random_decoder(CONFIG, seed=3, std=0.25), tmp_path_factory.mktemp("model"))
-
-
-def config_of(stages, **changes):
-    fields = {
-        "ring": "test",
-        "layers": LAYERS,
-        "hidden": HIDDEN,
-        "dtype": "float32",
-        "cuts": CUTS[stages],
-        "micro_batches": 2,
-        "rows": 3,
-        "capacity_tokens": 64,
-        "prefill_tokens": 5,
-        "overdue_s_min": 20.0,
-        "top_k": 16,
-        "chunk_tokens": 8,
-    }
-    return RingConfig(**(fields | changes))
-
-
-class TestRing:
-    """Nodes of one ring in one process, and a client."""
-
-    __test__ = False
-
-    def __init__(self, checkpoint, stages, *, spares=0, log=None, line=None, parts=None, stage=None, **changes):
-        self.fabric = LocalFabric(run_seed=1)
-        self.checkpoint, self.line, self.parts = checkpoint, line, parts or {}
-        self.stage_config = stage or StageConfig(hop_timeout_s=5.0)
-        self.names = [f"s{i}" for i in range(stages + spares)]
-        self.nodes = {name: Identity.from_seed(1, name).public_key for name in self.names}
-        self.config = config_of(stages, **changes)
-        self.records, self.stages, self.worlds = [], {}, {}
-        for name in self.names:
-            self.start(name)
-        self.head = Head(
-            self.worlds["s0"], self.config, self.stages["s0"], self.nodes, log=log, journal=self.journal("s0")
-        )
-        self.client = self.fabric.node("client")
-
-    def journal(self, name):
-        return lambda kind, /, **fields: self.records.append((name, kind, fields))
-
-    def start(self, name):
-        world = self.worlds[name] = self.fabric.node(name, self.line)
-        parts = self.parts.get(name) or torch_parts(self.checkpoint, dtype=self.config.dtype, device="cpu")
-        identity = Identity.from_seed(1, name)
-        self.stages[name] = Stage(world, self.stage_config, identity, parts, journal=self.journal(name))
-        return self.stages[name]
-
-    def run(self, main):
-        async def body():
-            self.head.serve()
-            self.worlds["s0"].spawn(self.head.run(), "head")
-            for name in self.names[1:]:
-                self.stages[name].serve()
-                self.worlds[name].spawn(self.stages[name].run(), "stage")
-            return await main(self)
-
-        return self.fabric.run(body())
-
-    def answer(self, prompts, new, seeds=None, timeout_s=60.0):
-        """Ask as a client does; returns (answers, log-probabilities, reasons)."""
-        message = ask(prompts, new, seeds)
-
-        async def main(ring):
-            return await ring.client.call("s0", message, timeout_s)
-
-        done = self.run(main)
-        return [a.tolist() for a in done.answers], [p.tolist() for p in done.logprobs], list(done.reasons)
-
-
-def ask(prompts, new, seeds=None):
-    return Complete(
-        tuple(f"r{i}" for i in range(len(prompts))),
-        tuple(np.array(p, np.int32) for p in prompts),
-        tuple(new),
-        tuple(seeds or range(len(prompts))),
-    )
-
-
-def prompts_of(lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCABULARY, n).tolist() for n in lengths]
-
-
-def one_process(checkpoint, prompts, new, seeds, sampling, stop=frozenset(), dtype=torch.float32):
-    """Each sequence by itself, in one process, by the engine."""
-    engine = TorchEngine(load_decoder(checkpoint, dtype=dtype, device="cpu"), name="one", proof=None, batch_max=1)
-    answers, logprobs = [], []
-    for prompt, count, seed in zip(prompts, new, seeds, strict=True):
-        (done,) = engine.generate([prompt], sampling=sampling, seeds=[seed], max_new_tokens=count, eos_ids=stop)
-        answers.append(done.tokens.tolist())
-        logprobs.append(done.logprobs.tolist())
-    return answers, logprobs
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 LENGTHS = [3, 17, 1, 9, 6, 30, 2, 12, 5]
@@ -152,7 +34,7 @@ def test_n_stages_are_one_process(checkpoint, stages, temperature):
     longer than a chunk, ends at different steps, nine requests through six rows (refills), then empty refills."""
     prompts, seeds = prompts_of(LENGTHS), [100 + i for i in range(len(NEW))]
     sampling = Sampling(temperature=temperature, top_p=0.95)
-    ring = TestRing(checkpoint, stages, temperature=temperature, top_p=0.95)
+    ring = SmallRing(checkpoint, stages, temperature=temperature, top_p=0.95)
     answers, logprobs, reasons = ring.answer(prompts, NEW, seeds)
     true, true_logprobs = one_process(checkpoint, prompts, NEW, seeds, sampling)
     assert answers == true and reasons == ["length"] * len(NEW)
@@ -201,7 +83,7 @@ def test_bfloat16_travels_bit_for_bit(checkpoint):
     """What arrives is what was sent: a ring of three in bfloat16 gives the tokens of a ring of one."""
     prompts, new = prompts_of([4, 9, 2, 7]), [12, 5, 16, 8]
     results = [
-        TestRing(checkpoint, stages, dtype="bfloat16", temperature=0.7).answer(prompts, new)[0] for stages in (1, 3)
+        SmallRing(checkpoint, stages, dtype="bfloat16", temperature=0.7).answer(prompts, new)[0] for stages in (1, 3)
     ]
     assert results[0] == results[1]
 
@@ -210,7 +92,7 @@ def test_sequences_stop_at_their_stop_tokens(checkpoint):
     """A drawn stop token ends its sequence, and is part of the answer; rows that free up are refilled."""
     stop = frozenset(range(0, VOCABULARY, 7))
     prompts, new = prompts_of(LENGTHS), [20] * len(LENGTHS)
-    ring = TestRing(checkpoint, 3, stop_tokens=stop, temperature=1.0)
+    ring = SmallRing(checkpoint, 3, stop_tokens=stop, temperature=1.0)
     answers, _, reasons = ring.answer(prompts, new)
     true, _ = one_process(checkpoint, prompts, new, range(len(new)), Sampling(temperature=1.0), stop)
     assert answers == true and set(reasons) == {"stop", "length"}
@@ -220,7 +102,7 @@ def test_sequences_stop_at_their_stop_tokens(checkpoint):
 def test_slow_links_and_many_in_flight_change_nothing(checkpoint, signed):
     """15 ms a hop, four micro-batches, messages that overtake: the same tokens, with and without signatures."""
     prompts, new, seeds = prompts_of(LENGTHS), NEW, list(range(9))
-    ring = TestRing(checkpoint, 3, line=Line(latency_ms=7.5), micro_batches=4, rows=2, signed=signed, temperature=0.8)
+    ring = SmallRing(checkpoint, 3, line=Line(latency_ms=7.5), micro_batches=4, rows=2, signed=signed, temperature=0.8)
     answers, _, _ = ring.answer(prompts, new, seeds)
     assert answers == one_process(checkpoint, prompts, new, seeds, Sampling(temperature=0.8))[0]
     assert not ring.head.verdicts and not ring.head.ring.blockages
@@ -229,7 +111,7 @@ def test_slow_links_and_many_in_flight_change_nothing(checkpoint, signed):
 # ------------------------------------------------------------------------------------------------ refused before work
 def test_a_request_that_exceeds_the_cache_is_refused_before_work(checkpoint):
     """Prompt = capacity + 1, and no token is drawn for the others of the same message."""
-    ring = TestRing(checkpoint, 2, capacity_tokens=20)
+    ring = SmallRing(checkpoint, 2, capacity_tokens=20)
     with pytest.raises(Refused, match="needs room for 21 tokens .* a row has 20"):
         ring.answer(prompts_of([3, 21]), [4, 1])
     assert not ring.head.log.requests and ring.head.schedule.number == 0
@@ -237,7 +119,7 @@ def test_a_request_that_exceeds_the_cache_is_refused_before_work(checkpoint):
 
 def test_a_request_is_answered_once_and_told_as_often_as_asked(checkpoint):
     """Said again with the same id, it is not done again."""
-    ring = TestRing(checkpoint, 2)
+    ring = SmallRing(checkpoint, 2)
     message = ask(prompts_of([3, 5]), [4, 4])
 
     async def main(ring):
@@ -287,18 +169,18 @@ def with_member(plan, **fields):
 def test_the_handshake_refuses_what_does_not_fit(checkpoint, change, says):
     """Model hash, layer range, shape, dtype, version: before the first token, with both values."""
     with pytest.raises(Refused, match=says):
-        joined(TestRing(checkpoint, 2), change)
+        joined(SmallRing(checkpoint, 2), change)
 
 
 def test_a_stage_too_large_for_its_node_is_refused(checkpoint):
-    ring = TestRing(checkpoint, 2, stage=StageConfig(memory_bytes=1000))
+    ring = SmallRing(checkpoint, 2, stage=StageConfig(memory_bytes=1000))
     with pytest.raises(Refused, match="take .* bytes, stage 's1' has 1000: .* bytes short"):
         joined(ring, lambda plan: plan)
 
 
 def test_neighbours_that_do_not_fit_are_named_before_the_first_token(checkpoint):
     """A predecessor whose layers end elsewhere, or that is a stranger, is refused by its successor."""
-    ring = TestRing(checkpoint, 3)
+    ring = SmallRing(checkpoint, 3)
 
     async def main(ring):
         while not ring.head.ring.up:
@@ -323,7 +205,7 @@ def test_neighbours_that_do_not_fit_are_named_before_the_first_token(checkpoint)
 
 def test_strangers_and_old_epochs_are_refused_and_the_ring_goes_on(checkpoint):
     """Hops from a stranger, of another epoch, of another width, or far ahead: refused with a reason, no harm done."""
-    ring = TestRing(checkpoint, 2, signed=True)
+    ring = SmallRing(checkpoint, 2, signed=True)
     prompts, new = prompts_of([4, 6]), [10, 10]
 
     async def main(ring):
@@ -359,7 +241,7 @@ def test_strangers_and_old_epochs_are_refused_and_the_ring_goes_on(checkpoint):
 def test_a_stage_reads_only_its_own_layers(checkpoint):
     """Weights held are those of the layer range; the embedding and the head lie on the ends."""
     parts = torch_parts(checkpoint, dtype="float32", device="cpu")
-    ring = TestRing(checkpoint, 3)
+    ring = SmallRing(checkpoint, 3)
     ring.head.ring.epoch = 1
     plan = ring.head.ring.plan(["s0", "s1", "s2"], 8)
     loaded = [parts.load(plan, member) for member in plan.members]

@@ -49,7 +49,7 @@ class Head:
     ) -> None:
         self.world, self.config, self.stage, self.journal = world, config, stage, journal
         self.log = log or RequestLog()
-        self.ring = Ring(world, config, stage, nodes, journal)
+        self.ring = Ring(world, config, stage, nodes, journal, self.log.epoch, self.log.begin)
         self.schedule = HeadSchedule(
             micro_batches=config.micro_batches,
             rows=config.rows,

@@ -6,6 +6,7 @@ One JSON record a line. A line that a crash cut short is the last one, and is dr
     {"draw": [[id, token, logprob], ...]}                       as passes come round
     {"cut": {id: tokens kept}}                                  answers cut back after a complaint
     {"done": {id: reason}}
+    {"epoch": n}                                                before a ring is formed
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class RequestLog:
     def __init__(self, path: str | Path | None = None) -> None:
         self.requests: dict[str, Kept] = {}
         self.by_number: dict[int, Kept] = {}
+        self.epoch = 0  # of the last ring that was formed, or tried
         self._file: TextIO | None = None
         if path is not None:
             target = Path(path)
@@ -73,6 +75,8 @@ class RequestLog:
             elif kind == "cut":
                 for number, count in value.items():
                     del self.by_number[int(number)].answer[count:], self.by_number[int(number)].logprobs[count:]
+            elif kind == "epoch":
+                self.epoch = value
             elif kind == "done":
                 for number, reason in value.items():
                     self.by_number[int(number)].reason = reason
@@ -104,6 +108,10 @@ class RequestLog:
     def done(self, number: int, reason: str) -> None:
         """A request is complete."""
         self._write({"done": {str(number): reason}})
+
+    def begin(self, epoch: int) -> None:
+        """A ring of this epoch is about to be formed: no later head may use the number again."""
+        self._write({"epoch": epoch})
 
     def unfinished(self) -> list[Kept]:
         """Requests to go on with, oldest first."""

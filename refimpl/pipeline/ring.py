@@ -67,17 +67,26 @@ class RingConfig:
 
 
 class Ring:
-    """The head's view of its ring. `stage` is the head's own; `nodes` maps names to public keys, in order of use."""
+    """The head's view of its ring. `stage` is the head's own; `nodes` maps names to public keys, in order of
+    use. `epoch`: the last one used, by an earlier head too; `begin` writes down the next before it is used."""
 
     def __init__(
-        self, world: World, config: RingConfig, stage: Any, nodes: Mapping[str, str], journal: Journal
+        self,
+        world: World,
+        config: RingConfig,
+        stage: Any,
+        nodes: Mapping[str, str],
+        journal: Journal,
+        epoch: int,
+        begin: Callable[[int], None],
     ) -> None:
         if next(iter(nodes), None) != world.name:
             raise ValueError(f"the first node of a ring must be the head's own, {world.name!r}; got {list(nodes)[:1]}")
         self.world, self.config, self.stage, self.journal = world, config, stage, journal
+        self._begin = begin
         self.nodes = dict(nodes)
         self.up = False
-        self.epoch = 0
+        self.epoch = epoch
         self.seats: list[str] = []  # node of each stage
         self.blockages: list[Blockage] = []
         self.banned: set[str] = set()
@@ -112,6 +121,7 @@ class Ring:
             await self.quiet(self.config.spare_wait_s)
             return False
         self.epoch += 1
+        self._begin(self.epoch)
         plan = self.plan(seats, window)
         try:
             await self.stage.join(plan)

@@ -27,6 +27,7 @@ from refimpl.pipeline.formation import Compute, Formation, Parts
 from refimpl.pipeline.hops import BadHop
 from refimpl.pipeline.messages import (
     VERSION,
+    Announce,
     AskEvidence,
     AskProgress,
     Drawn,
@@ -308,6 +309,8 @@ class Stage:
                 reason = refusal.reason
                 break
             except (Timeout, Unreachable) as error:
+                if not reason and isinstance(error, Unreachable):  # the head should look now, not when patience ends
+                    self.world.spawn(self._report(ring, self.world.name, target, error.reason), "report")
                 reason = error.reason
                 await self.world.sleep(wait_s)
                 wait_s *= 2
@@ -336,6 +339,10 @@ class Stage:
             await self.world.call(ring.plan.members[0].name, message, self.config.hop_timeout_s)
         except CallError as error:  # the head will notice the missing work by itself
             self.journal("unheard", reason=error.reason)
+
+    async def announce(self, head: str) -> None:
+        """Tell a head that this node can be a stage (again). Raises `CallError` when it does not hear or want it."""
+        await self.world.call(head, Announce(self.identity.public_key, VERSION), self.config.hop_timeout_s)
 
     async def _progress(self, source: str, message: AskProgress) -> Message:
         ring = self.formation
