@@ -57,8 +57,12 @@ class Engines(Protocol):
     """Where a swarm's engines come from: real ones, or the simulator's stand-ins."""
 
     checkpoint: str
-    problem_count: int
-    vocabulary: int
+
+    @property
+    def problem_count(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int: ...
 
     def worker_engine(self, behaviour: str) -> Any: ...
 

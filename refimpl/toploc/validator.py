@@ -30,6 +30,8 @@ CODES = {
     "bad_logprobs": "log-probabilities that are missing, not finite or above zero",
     "wrong_count": "not one proof per chunk",
     "malformed": "a proof that no builder can have written",
+    "not_binding": "a proof that fits whatever it is held against",
+    "short_chunk": "a chunk with fewer numbers than a published proof binds",
     "mismatch": "too many activations differ by a factor of two or in sign",
     "drift": "activations differ more than honest noise allows",
     "no_verdict": "the check itself failed",
