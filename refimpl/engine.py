@@ -31,6 +31,8 @@ from refimpl.model.sampler import Sampling, cutoffs, sample, scale
 from refimpl.model.transformer import Decoder
 from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, Mode, build_proofs
 
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+
 LOGIT_ROWS = 256  # rows of the vocabulary-wide table that `Replay` makes at a time
 
 
@@ -178,7 +180,7 @@ class TorchEngine:
 
     # ------------------------------------------------------------------------------------------------------- replay
     @torch.inference_mode()
-    def replay(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[Replay]:
+    def replay(self, prompts: Sequence[Sequence[int]], answers: Sequence[Tokens]) -> list[Replay]:
         """What this model computes on each answer after its prompt, in their order.
 
         Texts of like length are read together, at most `pass_tokens_max` tokens a pass. Raises ValueError as `generate`
@@ -200,7 +202,7 @@ class TorchEngine:
         nothing = torch.zeros(0, self.model.config.hidden, dtype=self.model.dtype, device=self.model.device)
         return [self._replayed(hidden.get(index, nothing), answers[index]) for index in range(len(answers))]
 
-    def _replayed(self, hidden_nD: torch.Tensor, answer: Sequence[int]) -> Replay:
+    def _replayed(self, hidden_nD: torch.Tensor, answer: Tokens) -> Replay:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
