@@ -91,8 +91,11 @@ class RateTable(Strict):
 
     prefill: Rate
     decode: Rate
+    overlap: Rate
     attention: Rate
+    activation: Rate
     backward: Rate
+    optimizer: Rate
     proof: Rate
     verification: Rate
     prove_terms_per_s: Rate
@@ -100,7 +103,7 @@ class RateTable(Strict):
     hash_bytes_per_s: Rate
     overhead_call_s: Rate
     overhead_step_s: Rate
-    overhead_token_s: Rate
+    overhead_layer_s: Rate
     memory_fraction: Rate
     parallel_efficiency: Rate
 
@@ -108,9 +111,9 @@ class RateTable(Strict):
     def _rates_are_positive(self) -> RateTable:
         for name in type(self).model_fields:
             value = getattr(self, name).value
-            if not name.startswith("overhead") and value <= 0:
+            if not name.startswith("over") and value <= 0:
                 raise ValueError(f"{name} is {value}; expected above 0")
-            if name in ("memory_fraction", "parallel_efficiency") and value > 1:
+            if name in ("overlap", "memory_fraction", "parallel_efficiency") and value > 1:
                 raise ValueError(f"{name} is {value}; expected at most 1")
         return self
 

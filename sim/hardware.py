@@ -2,13 +2,15 @@
 
 A pass over a model is priced as a roofline, part by part (the parts follow one another on the device):
 
-    matrix products   max( 2·P·tokens / (peak · prefill),  weight bytes / (bandwidth · decode) )
-    attention         max( attention FLOP / (peak · attention),  KV bytes / (bandwidth · attention) )
-    overhead          once a call, once a step, once a token
+    matrix products   2·P·tokens / (peak·prefill)           with   weight bytes / (bandwidth·decode)
+    attention         attention FLOP / (peak·attention)     with   KV bytes / (bandwidth·attention)
+    between them      activation bytes / (bandwidth·activation)
+    overhead          once a call, once a step, once a layer of a step
 
-`prefill`, `decode`, ... are fitted shares of the sheet's peak figures (`python -m sim.hardware --calibrate` fits them
-for this machine). A measured profile replaces the roofline where it has measurements. Memory is a hard limit: work
-that does not fit raises `OutOfMemory`, it is never priced.
+"a with b" is overlap·max(a, b) + (1 − overlap)·(a + b): a GPU hides its reading behind its arithmetic (1, the textbook
+roofline), one core of a processor hides nothing (0). The rates (`prefill`, `decode`, ...) are fitted shares of the peak
+figures; `python -m sim.hardware --calibrate` fits them for this machine. A measured profile replaces the roofline where
+it has measurements. Memory is a hard limit: work that does not fit raises `OutOfMemory`, it is never priced.
 """
 
 from __future__ import annotations
@@ -18,13 +20,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 
 from refimpl.work import Backward, Forward, Hash, ModelSize, Prove, Seconds, Several, Verify, Work
 from sim import roofline
-from sim.catalogue import CATALOGUE_PATH, DeviceEntry, Rent, load_catalogue
+from sim.catalogue import CATALOGUE_PATH, CatalogueError, DeviceEntry, Rent, load_catalogue
+from sim.profile import PassTable, find_table, head_difference, load_profile
 
 GB = 1e9  # everywhere; what is binary is called GiB
+
+THIS_MACHINE = "this-machine"
+THIS_MACHINE_PROFILE = Path("runs/this-machine.toml")  # from where the command is run
 
 PRICES_KEPT = 200_000  # works whose price a device remembers
 
@@ -42,8 +49,11 @@ class Rates:
 
     prefill: float  # share of peak FLOP/s in matrix products
     decode: float  # share of bandwidth when reading weights
+    overlap: float  # 1: reading hides behind arithmetic, 0: they add up
     attention: float  # share of peak FLOP/s and of bandwidth in attention
+    activation: float  # share of bandwidth between the products
     backward: float  # share of peak FLOP/s in training
+    optimizer: float  # share of bandwidth in AdamW's update
     proof: float  # share of bandwidth when looking for the largest activations
     verification: float  # the same, when checking
     prove_terms_per_s: float  # field operations interpolating
@@ -51,7 +61,7 @@ class Rates:
     hash_bytes_per_s: float
     overhead_call_s: float
     overhead_step_s: float
-    overhead_token_s: float
+    overhead_layer_s: float
     memory_fraction: float  # share of the memory that may be filled
     parallel_efficiency: float  # of N together against N alone
 
@@ -70,7 +80,7 @@ class Device:
         rates: Rates,
         count: int = 1,
         rent: tuple[Rent, ...] = (),
-        entry: DeviceEntry | None = None,
+        tables: tuple[PassTable, ...] = (),
     ) -> None:
         assert memory_bytes > 0 and bandwidth_bytes_per_s > 0 and peak_flop_per_s > 0 and count >= 1
         self.name = name
@@ -81,7 +91,7 @@ class Device:
         self.peak_flop_per_s = peak_flop_per_s
         self.rates = rates
         self.rent = rent
-        self.entry = entry
+        self.tables = tables
         self._prices: dict[Work, float] = {}
 
     def __repr__(self) -> str:
@@ -128,26 +138,50 @@ class Device:
         return self.rates.overhead_call_s + self.passes_s(work)
 
     def passes_s(self, work: Forward) -> float:
-        """The roofline of all steps, without the overhead of the call."""
-        cost, rates = roofline.forward_cost(work), self.rates
-        flop_s, byte_s = self.peak_flop_per_s, self.bandwidth_bytes_per_s
-        matmul_s = max(cost.matmul_flop / (flop_s * rates.prefill), cost.weight_bytes / (byte_s * rates.decode))
-        attention_s = roofline.sum_of_larger(
-            cost.attention_flop / (flop_s * rates.attention),
-            cost.attention_flop_growth / (flop_s * rates.attention),
-            cost.kv_bytes / (byte_s * rates.attention),
-            cost.kv_bytes_growth / (byte_s * rates.attention),
-            cost.steps,
+        """All steps, without the overhead of the call: measured where a table covers them, else by the roofline."""
+        table = find_table(self.tables, work) if self.tables else None
+        if table is None:
+            return self.roofline_s(work)
+        head_s = self.products_s(
+            roofline.FORWARD_FLOP_PER_WEIGHT * work.model.vocabulary * work.model.hidden * work.batch * work.new_tokens,
+            work.model.vocabulary * work.model.hidden * work.model.bytes_per_weight,
         )
-        overhead_s = rates.overhead_step_s + rates.overhead_token_s * cost.tokens
-        return cost.steps * (matmul_s + overhead_s) + attention_s
+        return table.seconds_of(work) + head_difference(table, work.model) * work.steps * head_s
+
+    def products_s(self, flop: float, weight_bytes: float) -> float:
+        """Matrix products over weights that are read once."""
+        arithmetic_s = flop / (self.peak_flop_per_s * self.rates.prefill)
+        reading_s = weight_bytes / (self.bandwidth_bytes_per_s * self.rates.decode)
+        overlap = self.rates.overlap
+        return overlap * max(arithmetic_s, reading_s) + (1 - overlap) * (arithmetic_s + reading_s)
+
+    def attention_s(self, cost: roofline.PassCost) -> float:
+        """Attention of all steps: both terms grow from step to step."""
+        flop_per_s = self.peak_flop_per_s * self.rates.attention
+        bytes_per_s = self.bandwidth_bytes_per_s * self.rates.attention
+        a_s, a_growth_s = cost.attention_flop / flop_per_s, cost.attention_flop_growth / flop_per_s
+        b_s, b_growth_s = cost.kv_bytes / bytes_per_s, cost.kv_bytes_growth / bytes_per_s
+        larger_s = roofline.sum_of_larger(a_s, a_growth_s, b_s, b_growth_s, cost.steps)
+        both_s = roofline.sum_of_line(a_s + b_s, a_growth_s + b_growth_s, 0, cost.steps)
+        return self.rates.overlap * larger_s + (1 - self.rates.overlap) * both_s
+
+    def roofline_s(self, work: Forward) -> float:
+        """All steps, part by part."""
+        cost, rates = roofline.forward_cost(work), self.rates
+        step_s = (
+            self.products_s(cost.matmul_flop, cost.weight_bytes)
+            + cost.activation_bytes / (self.bandwidth_bytes_per_s * rates.activation)
+            + rates.overhead_step_s
+            + rates.overhead_layer_s * work.model.layers
+        )
+        return cost.steps * step_s + self.attention_s(cost)
 
     def _price_backward(self, work: Backward) -> float:
         _require(work.tokens >= 1 and work.sequence_tokens >= 1, work, "tokens and sequence_tokens of at least 1")
         _require(work.optimizer_steps >= 0, work, "optimizer_steps of at least 0")
         self.require_memory(roofline.backward_memory(work), f"training {work.model.name} on {work.tokens} tokens")
         passes_s = roofline.training_flop(work) / (self.peak_flop_per_s * self.rates.backward)
-        update_s = roofline.optimizer_bytes(work) / (self.bandwidth_bytes_per_s * self.rates.decode)
+        update_s = roofline.optimizer_bytes(work) / (self.bandwidth_bytes_per_s * self.rates.optimizer)
         return self.rates.overhead_call_s + passes_s + update_s
 
     def _price_proof(self, work: Prove | Verify, share: float, terms_per_s: float) -> float:
@@ -190,24 +224,26 @@ class Device:
     # ---- variants
 
     def times(self, count: int) -> Device:
-        """`count` of these as one: memory adds up, speed by `parallel_efficiency`; the host's own work stays."""
+        """`count` of these as one: memory adds up, speed by `parallel_efficiency`; the host's own work stays, and
+        tables of a single one no longer hold."""
         if count < 1:
             raise ValueError(f"count is {count}; expected at least 1 device")
-        speed = count * (self.rates.parallel_efficiency if count > 1 else 1.0)
+        if count == 1:
+            return self
+        speed = count * self.rates.parallel_efficiency
         return Device(
-            name=f"{count}x {self.name}" if count > 1 else self.name,
+            name=f"{count}x {self.name}",
             kind=self.kind,
             memory_bytes=count * self.memory_bytes,
             bandwidth_bytes_per_s=speed * self.bandwidth_bytes_per_s,
             peak_flop_per_s=speed * self.peak_flop_per_s,
             rates=self.rates,
-            count=count,
+            count=count * self.count,
             rent=self.rent,
-            entry=self.entry,
         )
 
     def with_rates(self, **rates: float) -> Device:
-        """The same device with some rates replaced: what a calibration or a scenario's override does."""
+        """The same device with some rates replaced (a calibration, a scenario's override), and without tables."""
         return Device(
             name=self.name,
             kind=self.kind,
@@ -217,7 +253,6 @@ class Device:
             rates=replace(self.rates, **rates),
             count=self.count,
             rent=self.rent,
-            entry=self.entry,
         )
 
 
@@ -226,7 +261,7 @@ def _require(holds: bool, work: Work, expectation: str) -> None:
         raise ValueError(f"{work!r} cannot be priced; expected {expectation}")
 
 
-def device_from_entry(entry: DeviceEntry, rates: Mapping[str, float]) -> Device:
+def device_from_entry(entry: DeviceEntry, rates: Mapping[str, float], tables: tuple[PassTable, ...] = ()) -> Device:
     return Device(
         name=entry.name,
         kind=entry.kind,
@@ -235,30 +270,52 @@ def device_from_entry(entry: DeviceEntry, rates: Mapping[str, float]) -> Device:
         peak_flop_per_s=entry.bf16_tflop_s.value * 1e12,
         rates=Rates(**rates),
         rent=entry.rent,
-        entry=entry,
+        tables=tables,
     )
 
 
-@lru_cache(maxsize=1024)
 def find_device(name: str, catalogue: Path = CATALOGUE_PATH) -> Device:
-    """The device a scenario names: "RTX 4090", an alias in any spelling, or several as one, "8x H100 SXM".
+    """The device a scenario names: "RTX 4090", an alias in any spelling, several as one ("8x H100 SXM"), a measured
+    profile ("file:PATH"), or "this-machine", the profile that `--calibrate` writes.
 
-    Equal names give the one shared object. Raises UnknownDevice listing the nearest and all known names.
+    Equal names give the one shared object, as long as the file stays. Raises UnknownDevice listing the nearest and
+    all known names, CatalogueError for a profile that is missing or wrong.
     """
     several = re.fullmatch(r"\s*(\d+)\s*[x×]\s*(.+?)\s*", name)
     if several:
-        return find_device(several[2], catalogue).times(int(several[1]))
+        return _several(find_device(several[2], catalogue), int(several[1]))
+    if name.startswith("file:") or name == THIS_MACHINE:
+        path = THIS_MACHINE_PROFILE if name == THIS_MACHINE else Path(name.removeprefix("file:"))
+        if not path.is_file():
+            hint = "; `python -m sim.hardware --calibrate` measures this machine and writes one"
+            raise CatalogueError(f"device {name!r}: there is no profile {path}{hint}")
+        return _measured(path.resolve(), path.stat().st_mtime_ns, catalogue)
+    return _listed(name, catalogue)
+
+
+@lru_cache(maxsize=1024)
+def _several(device: Device, count: int) -> Device:
+    return device.times(count)
+
+
+@lru_cache(maxsize=1024)
+def _listed(name: str, catalogue: Path) -> Device:
     figures = load_catalogue(catalogue)
     entry = figures.find(name)
     return device_from_entry(entry, figures.rate_values(entry))
+
+
+@lru_cache(maxsize=64)
+def _measured(path: Path, changed_ns: int, catalogue: Path) -> Device:
+    profile = load_profile(path)
+    return device_from_entry(profile.device, load_catalogue(catalogue).rate_values(profile.device), profile.table)
 
 
 def known_devices(catalogue: Path = CATALOGUE_PATH) -> list[str]:
     return [entry.name for entry in load_catalogue(catalogue).device]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the catalogue as a table."""
+def print_catalogue() -> None:
     print(f"{'device':32} {'GB':>6} {'GB/s':>6} {'TFLOP/s':>8}  least trusted figure")
     order = ["high", "measured", "medium", "low", "unverified", "assumption"]
     for entry in load_catalogue().device:
@@ -266,7 +323,18 @@ def main(arguments: list[str] | None = None) -> int:
         worst = max(figures, key=lambda figure: order.index(figure.confidence))
         values = f"{figures[0].value:6g} {figures[1].value:6g} {figures[2].value:8g}"
         print(f"{entry.name:32} {values}  {worst.confidence}: {worst.source}")
-    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Without arguments, print the catalogue; `--calibrate [...]` measures this machine (sim/calibrate.py)."""
+    if not arguments:
+        print_catalogue()
+        return 0
+    if arguments[0] != "--calibrate":
+        print(f"argument {arguments[0]!r} is not known; expected nothing, or --calibrate", file=sys.stderr)
+        return 2
+    calibrate = import_module("sim.calibrate")  # brings torch, which the simulator itself never needs
+    return int(calibrate.main(arguments[1:]))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,13 @@ def weight_bytes_read(model: ModelSize, tokens: int) -> float:
     return (model.layers * per_layer + model.head_weights) * model.bytes_per_weight
 
 
+def activation_bytes_per_token(model: ModelSize) -> float:
+    """Traffic of one token in one layer outside the products, two bytes a number: the stream is read and written by two
+    norms and two sums (8·hidden), gate and up are read and their product written and read (4·intermediate)."""
+    width = model.experts_active * model.expert_intermediate if model.experts else model.intermediate
+    return (8 * model.hidden + 4 * width) * ACTIVATION_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class PassCost:
     """The quantities of `steps` equal passes; the attention part grows by a fixed amount from one step to the next."""
@@ -62,6 +69,7 @@ class PassCost:
     tokens: int  # b·n, new tokens of one pass
     matmul_flop: float  # 2·P·b·n
     weight_bytes: float
+    activation_bytes: float  # written and read between the products: norms, rotations, gates, sums
     attention_flop: float  # of the first step
     attention_flop_growth: float  # per step
     kv_bytes: float  # read and written in the first step
@@ -80,6 +88,7 @@ def forward_cost(work: Forward) -> PassCost:
         tokens=tokens,
         matmul_flop=FORWARD_FLOP_PER_WEIGHT * _weights_active(model) * tokens,
         weight_bytes=weight_bytes_read(model, tokens),
+        activation_bytes=tokens * model.layers * activation_bytes_per_token(model),
         attention_flop=flop_per_key * b * (n * c + n * (n + 1) / 2),
         attention_flop_growth=flop_per_key * b * n * n,
         kv_bytes=kv * b * (c + n),
@@ -97,16 +106,16 @@ def sum_of_larger(a: float, a_growth: float, b: float, b_growth: float, count: i
     """Σ_{i<count} max(a + i·a_growth, b + i·b_growth), in closed form: two lines cross at most once."""
     first, last = a - b, (a - b) + (a_growth - b_growth) * (count - 1)
     if first >= 0 and last >= 0:
-        return _sum_of_line(a, a_growth, 0, count)
+        return sum_of_line(a, a_growth, 0, count)
     if first <= 0 and last <= 0:
-        return _sum_of_line(b, b_growth, 0, count)
+        return sum_of_line(b, b_growth, 0, count)
     crossing = min(max(floor(-first / (a_growth - b_growth)) + 1, 0), count)  # steps before the lines change places
     if first > 0:
-        return _sum_of_line(a, a_growth, 0, crossing) + _sum_of_line(b, b_growth, crossing, count)
-    return _sum_of_line(b, b_growth, 0, crossing) + _sum_of_line(a, a_growth, crossing, count)
+        return sum_of_line(a, a_growth, 0, crossing) + sum_of_line(b, b_growth, crossing, count)
+    return sum_of_line(b, b_growth, 0, crossing) + sum_of_line(a, a_growth, crossing, count)
 
 
-def _sum_of_line(start: float, growth: float, begin: int, end: int) -> float:
+def sum_of_line(start: float, growth: float, begin: int, end: int) -> float:
     """Σ_{begin ≤ i < end} (start + i·growth)."""
     count = end - begin
     return count * start + growth * (count * (begin + end - 1) / 2)

@@ -59,8 +59,11 @@ def ideal_device(**changes: Any) -> Device:
     rates = Rates(
         prefill=1.0,
         decode=1.0,
+        overlap=1.0,
         attention=1.0,
+        activation=float("inf"),
         backward=1.0,
+        optimizer=1.0,
         proof=1.0,
         verification=1.0,
         prove_terms_per_s=1e6,
@@ -68,7 +71,7 @@ def ideal_device(**changes: Any) -> Device:
         hash_bytes_per_s=1e9,
         overhead_call_s=0.0,
         overhead_step_s=0.0,
-        overhead_token_s=0.0,
+        overhead_layer_s=0.0,
         memory_fraction=1.0,
         parallel_efficiency=0.5,
     )
