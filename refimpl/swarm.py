@@ -22,6 +22,7 @@ from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
 from refimpl.messages import Submission
 from refimpl.testnet.ledger import LedgerRules, MemoryLedger
+from refimpl.testnet.liveness import LivenessConfig
 from refimpl.testnet.orchestrator import Orchestrator, OrchestratorConfig
 from refimpl.testnet.problems import choose_problems
 from refimpl.testnet.registry import Registry, RegistryConfig
@@ -43,6 +44,8 @@ class SwarmPlan:
     run_seed: int
     agreement: Agreement
     assignments: int  # per worker
+    pause_s: float = 0.0  # mean rest between a worker's assignments
+    heartbeat_s: float = 10.0
     mode: Mode = "strict"
     thresholds: str = "paper"  # a name in `refimpl.toploc.check.PRESETS`
     validator_batch: int = 8
@@ -112,6 +115,8 @@ async def orchestrator(seat: Seat) -> None:
         dataset_length=seat.engines.problem_count,
         batch=seat.plan.agreement.batch,
         assignments=seat.plan.assignments,
+        liveness=LivenessConfig(ttl_s=9 * seat.plan.heartbeat_s),  # the original's proportions: 10 s, 90 s, 15 s
+        status_pass_s=1.5 * seat.plan.heartbeat_s,
     )
     role = Orchestrator(seat.world, config, seat.journal)
     role.serve()
@@ -160,6 +165,8 @@ async def worker(seat: Seat) -> None:
         ledger=plan.ledger,
         checkpoint=seat.engines.checkpoint,
         stake=plan.stake,
+        heartbeat_s=plan.heartbeat_s,
+        pause_s=plan.pause_s,
     )
     identity = Identity.from_seed(plan.run_seed, seat.world.name)
     engine = seat.engines.worker_engine(seat.behaviour)

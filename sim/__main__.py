@@ -37,23 +37,27 @@ def _run(options: argparse.Namespace) -> int:
     from sim.run import run_scenario
 
     try:
-        model = prepare(options.model or scenario.model.path)
+        wanted = options.model or scenario.model.path
+        model = prepare(wanted) if wanted is not None else None
     except PrepareError as error:
         print(error, file=sys.stderr)
         return 2
     seed = scenario.seed if options.seed is None else options.seed
     name = Path(options.scenario).stem
-    run_scenario(scenario, name=name, seed=seed, model_path=str(model), runs=options.runs)
+    run_scenario(scenario, name=name, seed=seed, model_path=str(model or "calibrated"), runs=options.runs)
     return 0
 
 
 def _swarm(options: argparse.Namespace) -> int:
     scenario = load_scenario(options.scenario)
+    wanted = options.model or scenario.model.path
+    if wanted is None:
+        raise ScenarioError(f"{options.scenario} has a calibrated stand-in for a model; real processes need a real one")
     from refimpl.model.prepare import PrepareError, prepare
     from sim.processes import run_processes
 
     try:
-        model = prepare(options.model or scenario.model.path)
+        model = prepare(wanted)
     except PrepareError as error:
         print(error, file=sys.stderr)
         return 2

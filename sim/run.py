@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from refimpl.attacks.names import HONEST
-from refimpl.swarm import SERVICES, RealEngines, Seat, SwarmPlan, take_seat
+from refimpl.swarm import SERVICES, Engines, RealEngines, Seat, SwarmPlan, take_seat
 from refimpl.testnet.ledger import LedgerRules
 from refimpl.workshop import Agreement
 from refimpl.world import derive_rng
 from sim import plots, summary
+from sim.calibrated import CalibratedEngines
 from sim.carrier import FlowCarrier
 from sim.churn import ChurnEvent, churn_events
 from sim.hardware import find_device
@@ -58,6 +59,8 @@ def plan_of(scenario: Scenario, seed: int, model_path: str) -> SwarmPlan:
             top_p=task.top_p,
         ),
         assignments=task.assignments,
+        pause_s=task.pause_s,
+        heartbeat_s=task.heartbeat_s,
         mode=verifier.mode,
         thresholds=verifier.thresholds,
         validator_batch=verifier.batch,
@@ -71,6 +74,19 @@ def plan_of(scenario: Scenario, seed: int, model_path: str) -> SwarmPlan:
         ledger=names["ledger"],
         orchestrator=names["orchestrator"],
         validator=names["validator"],
+    )
+
+
+def engines_for(scenario: Scenario, plan: SwarmPlan) -> Engines:
+    """The real engine, or for large runs its calibrated stand-in."""
+    stand_in = scenario.model.calibrated
+    if stand_in is None:
+        return RealEngines(plan.agreement)
+    return CalibratedEngines(
+        size=stand_in.size,
+        table=stand_in.table,
+        answer_tokens_median=stand_in.answer_tokens_median,
+        answer_tokens_sigma=stand_in.answer_tokens_sigma,
     )
 
 
@@ -117,7 +133,7 @@ def run_scenario(
     folder = runs / f"{name}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan_of(scenario, seed, model_path)
-    engines = RealEngines(plan.agreement)
+    engines = engines_for(scenario, plan)
     log = EventLog(folder / "events.jsonl")
     try:
         fabric, network = build(scenario, seed, log)
@@ -225,6 +241,7 @@ def conclude(folder: Path, name: str, seed: int, scenario: Scenario, plan: Swarm
         "title": scenario.title,
         "shows": scenario.shows,
         "virtual_s": virtual_s,
+        "behaviour_of": behaviour_of,
         "events": len(events),
         "events_sha256": hashlib.sha256((folder / "events.jsonl").read_bytes()).hexdigest(),
         "nodes": sum(1 for _ in scenario.members()),

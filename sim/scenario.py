@@ -32,11 +32,27 @@ class ScenarioError(ValueError):
         super().__init__(reason)
 
 
-class ModelPart(Strict):
-    """The model that everybody is to run."""
+class CalibratedPart(Strict):
+    """Instead of a real model: a size that prices the work, and measured scores that decide verdicts."""
 
-    path: str = Field(min_length=1, description="a folder or hub id; SmolLM2-135M-Instruct is made when missing")
+    size: str = Field(description="a name in sim/model_sizes.py")
+    table: str = Field("smollm2", description="a file in sim/tables")
+    answer_tokens_median: float = Field(gt=0)
+    answer_tokens_sigma: float = Field(0.8, ge=0, le=3, description="of the log-normal of answer lengths")
+
+
+class ModelPart(Strict):
+    """The model that everybody is to run: a real one, or its calibrated stand-in."""
+
+    path: str | None = Field(None, description="a folder or hub id; SmolLM2-135M-Instruct is made when missing")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    calibrated: CalibratedPart | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> ModelPart:
+        if (self.path is None) == (self.calibrated is None):
+            raise ValueError("model names neither or both of path and calibrated; expected exactly one")
+        return self
 
 
 class TaskPart(Strict):
@@ -45,6 +61,8 @@ class TaskPart(Strict):
     prompts: Literal["instructions", "toy"] = "instructions"
     batch: int = Field(8, ge=1, le=1024, description="problems per assignment")
     assignments: int = Field(1, ge=1, description="per worker")
+    pause_s: float = Field(0.0, ge=0, description="mean of an exponential rest between a worker's assignments")
+    heartbeat_s: float = Field(10.0, gt=0)
     answer_tokens_max: int = Field(64, ge=1, le=32768)
     temperature: float = Field(0.8, ge=0, le=10)
     top_k: int = Field(0, ge=0)

@@ -52,6 +52,7 @@ class WorkerConfig:
     ledger: str  # node name
     checkpoint: str  # content hash of the weights it claims to use
     stake: float = 1000.0
+    pause_s: float = 0.0  # mean of an exponential rest between assignments: idle hardware is not idle all day
     heartbeat_s: float = 10.0  # between heartbeats
     heartbeat_timeout_s: float = 30.0
     patience: Patience = Patience()
@@ -95,6 +96,8 @@ class Worker:
                 break
             await self._do(assignment)
             self.tasks_done += 1
+            if config.pause_s:
+                await self._stopped.wait(float(self.world.rng.exponential(config.pause_s)))
         self._stopped.set()
 
     async def _beat(self) -> None:
