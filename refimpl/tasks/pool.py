@@ -1,0 +1,189 @@
+"""Scores answers in processes that may not do anything else, several at once, each within a time and a memory.
+
+An answer that is too long, a verifier that raises, loops, crashes or eats its memory: each is a 0 with a reason, and
+costs its sender nothing but that. A process that does not answer in time is ended and another takes its place.
+
+    with ScorerPool(["addition", "code"]) as pool:
+        scores = pool.score([(problem, answer), …])
+
+Blocking: roles call it through `World.compute`, never from the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from refimpl.tasks import code, jail
+from refimpl.tasks.child import Child, ChildFailed
+from refimpl.tasks.problem import Problem, Score, Task
+from refimpl.tasks.strict_json import BadJson, parse_strict
+from refimpl.tasks.table import find_task
+
+OUTPUT_BYTES_MAX = 1 << 20  # of a jailed program
+REPLY_BYTES_MAX = 4096  # of a scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerLimits:
+    time_s: float = 5.0  # per answer
+    memory_bytes: int = 2 << 30  # of a scorer process, address space
+    program_memory_bytes: int = 512 << 20  # of a jailed program
+    answer_bytes: int = 1 << 18  # longer answers are not looked at
+    load_s: float = 120.0  # for a scorer process to be ready; reasoning_gym takes 7 s on a quiet machine
+
+    def __post_init__(self) -> None:
+        for name in vars(self):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
+
+
+class ScorerPool:
+    """`processes` scorers for these tasks. Raises ValueError for an unknown task, JailUnavailable where a task runs
+    programs and this system cannot lock them down."""
+
+    def __init__(self, tasks: Sequence[str], *, processes: int = 2, limits: ScorerLimits | None = None) -> None:
+        if processes < 1:
+            raise ValueError(f"processes is {processes}, expected 1 or more")
+        self.limits = limits or ScorerLimits()
+        self._tasks = {name: find_task(name) for name in tasks}
+        if any(task.runs_code for task in self._tasks.values()) and not jail.available():
+            raise jail.JailUnavailable("programs can only be run where they can be locked down: Linux, x86-64 or arm64")
+        self._verifiers = sorted(name for name, task in self._tasks.items() if not task.runs_code)
+        self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()  # None: to be started when needed
+        for _ in range(processes):
+            self._idle.put(None)
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="scorer")
+
+    def __enter__(self) -> ScorerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        self._threads.shutdown(wait=True)
+        while not self._idle.empty():
+            child = self._idle.get()
+            if child is not None:
+                child.kill()
+
+    def score(self, answers: Sequence[tuple[Problem, str]]) -> list[Score]:
+        """A score for each (problem, answer), in order. Never raises for what an answer does."""
+        for problem, _ in answers:
+            if problem.task not in self._tasks:
+                raise ValueError(f"task {problem.task!r} is not one this pool was made for: {sorted(self._tasks)}")
+        return list(self._threads.map(lambda pair: self._one(*pair), answers))
+
+    def _one(self, problem: Problem, answer: str) -> Score:
+        task = self._tasks[problem.task]
+        size = len(answer.encode("utf-8", "surrogatepass"))
+        if size > self.limits.answer_bytes:
+            return Score(value=0.0, solved=False, reason=f"{size} bytes, at most {self.limits.answer_bytes} are read")
+        try:
+            value, reason = (self._run_program if task.runs_code else self._ask)(task, problem, answer)
+        except ChildFailed as failure:
+            value, reason = 0.0, failure.args[0]
+        solved = value >= task.solved_at
+        return Score(value=value, solved=solved, reason="" if solved else reason)
+
+    def _ask(self, task: Task, problem: Problem, answer: str) -> tuple[float, str]:
+        """Ask an idle scorer; one that fails is not used again."""
+        child = self._idle.get()
+        try:
+            if child is None or not child.alive:
+                child = self._start()
+            request = {
+                "task": task.name,
+                "reference": problem.reference,
+                "answer": answer,
+                "time_s": self.limits.time_s,
+            }
+            reply = _exchange(child, request, time.monotonic() + self.limits.time_s)
+            value, reason = reply.get("value"), reply.get("reason")
+            if not isinstance(value, float) or not 0.0 <= value <= 1.0 or not isinstance(reason, str):
+                raise ChildFailed("the scorer gave no score")
+        except ChildFailed as failure:
+            if child is not None:
+                child.kill()
+                child = None
+            if failure.args[0] == "time-out":
+                raise ChildFailed(f"time-out after {self.limits.time_s} s") from None
+            raise
+        finally:
+            self._idle.put(child)
+        return value, reason
+
+    def _start(self) -> Child:
+        child = Child("refimpl.tasks.scorer", bare=False)
+        first = {"tasks": self._verifiers, "memory_bytes": self.limits.memory_bytes}
+        try:
+            reply = _exchange(child, first, time.monotonic() + self.limits.load_s)
+        except ChildFailed as failure:
+            child.kill()
+            raise RuntimeError(f"a scorer for {self._verifiers} does not start: {failure.args[0]}") from None
+        if "error" in reply:
+            child.kill()
+            raise RuntimeError(f"a scorer for {self._verifiers} does not start: {reply['error']}")
+        return child
+
+    def _run_program(self, task: Task, problem: Problem, answer: str) -> tuple[float, str]:
+        """The program's outputs from a process of its own, then the verifier on them (they are strict JSON by then)."""
+        program = code.program(answer)
+        if program is None:
+            return 0.0, "no program"
+        reference = json.loads(problem.reference)
+        outputs = run_program(program, reference["entry"], [case[0] for case in reference["cases"]], self.limits)
+        return task.verify(reference, outputs)
+
+
+def run_program(program: str, entry: str, inputs: list[list[Any]], limits: ScorerLimits) -> list[Any]:
+    """What `entry` of a hostile program returns for each input: {"value": …} or {"error": …}. Raises ChildFailed."""
+    request = {
+        "program": program,
+        "entry": entry,
+        "inputs": inputs,
+        "time_s": limits.time_s,
+        "memory_bytes": limits.program_memory_bytes,
+    }
+    child = Child("refimpl.tasks.code_runner", bare=True)
+    deadline = time.monotonic() + limits.time_s
+    try:
+        child.write(json.dumps(request).encode(), deadline)
+        child.close_input()
+        output = child.read_all(OUTPUT_BYTES_MAX, deadline)
+        status = child.exit_status(deadline)
+    except ChildFailed as failure:
+        if failure.args[0] == "time-out":
+            raise ChildFailed(f"time-out after {limits.time_s} s") from None
+        raise
+    finally:
+        child.kill()
+    if status < 0:
+        raise ChildFailed(f"the program was ended by signal {-status}")
+    try:
+        lines = output.decode("utf-8").splitlines()
+        return [parse_strict(line, characters_max=OUTPUT_BYTES_MAX) for line in lines[: len(inputs) + 1]]
+    except (UnicodeDecodeError, BadJson) as error:
+        raise ChildFailed(f"the program's output is not readable: {error}"[:200]) from None
+
+
+def _exchange(child: Child, message: dict[str, Any], deadline: float) -> dict[str, Any]:
+    data = json.dumps(message).encode()
+    child.write(len(data).to_bytes(4, "little") + data, deadline)
+    size = int.from_bytes(child.read(4, deadline), "little")
+    if size > REPLY_BYTES_MAX:
+        raise ChildFailed(f"the scorer sent {size} bytes")
+    try:
+        reply = parse_strict(child.read(size, deadline).decode("utf-8"))
+    except (UnicodeDecodeError, BadJson) as error:
+        raise ChildFailed(f"the scorer's reply is not readable: {error}"[:200]) from None
+    if not isinstance(reply, dict):
+        raise ChildFailed("the scorer's reply is no object")
+    return reply

@@ -1,0 +1,69 @@
+"""The process that looks at answers: loads the verifiers it is told to, locks itself down, then scores one at a time.
+
+Messages both ways are a length (4 bytes, little endian) and that much JSON.
+    first   {"tasks": [names], "memory_bytes": n}      reply {"ready": true, "locked": bool} or {"error": sentence}
+    then    {"task", "reference", "answer", "time_s"}  reply {"value": v, "reason": r}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from refimpl.tasks import jail
+from refimpl.tasks.problem import Task
+from refimpl.tasks.table import find_task
+
+
+def main() -> None:
+    first = _receive()
+    assert first is not None
+    try:
+        tasks = {name: find_task(name) for name in first["tasks"]}
+        for task in tasks.values():
+            _warm(task)
+        jail.limit(memory_bytes=first["memory_bytes"], cpu_s=None)
+        locked = jail.available()
+        if locked:
+            jail.lock(jail.Access.READ)
+    except Exception as error:
+        _send({"error": f"{type(error).__name__}: {error}"[:500]})
+        return
+    _send({"ready": True, "locked": locked})
+    while (request := _receive()) is not None:
+        jail.end_after(request["time_s"] + 1.0)
+        reply = score(tasks[request["task"]], request["reference"], request["answer"])
+        jail.end_after(0.0)
+        _send(reply)
+
+
+def score(task: Task, reference: str, answer: str) -> dict[str, Any]:
+    """The verifier's word, or 0 with the reason why it had none. Whatever a verifier raises, this returns."""
+    try:
+        value, reason = task.verify(json.loads(reference), answer)
+        value = float(value)
+    except MemoryError:
+        return {"value": 0.0, "reason": "the verifier ran out of memory"}
+    except BaseException as error:  # a verifier that calls exit() is one too
+        return {"value": 0.0, "reason": f"the verifier raised {type(error).__name__[:40]}"}
+    if not 0.0 <= value <= 1.0:  # NaN is not either
+        return {"value": 0.0, "reason": "the verifier gave no number from 0 to 1"}
+    return {"value": value, "reason": str(reason)[:200]}
+
+
+def _warm(task: Task) -> None:
+    """Run the verifier once on a harmless answer, so that what it imports is there before the lock."""
+    problem = task.problem(0)
+    score(task, problem.reference, "0")
+
+
+def _receive() -> Any:
+    header = sys.stdin.buffer.read(4)
+    return json.loads(sys.stdin.buffer.read(int.from_bytes(header, "little"))) if len(header) == 4 else None
+
+
+def _send(message: dict[str, Any]) -> None:
+    data = json.dumps(message, allow_nan=False).encode()
+    sys.stdout.buffer.write(len(data).to_bytes(4, "little") + data)
+    sys.stdout.buffer.flush()
