@@ -125,35 +125,36 @@ class Task:
         coroutine = self._coroutine
         if coroutine is None:  # killed before it began
             return
-        while True:
-            try:
-                if event._ok:
-                    awaited = coroutine.send(event._value if self.awaited is not None else None)
-                else:
-                    event._defused = True
-                    awaited = coroutine.throw(cast(BaseException, event._value))
-            except StopIteration as stop:
-                self.awaited = None
-                self._on_end(self, True, stop.value)
-                return
-            except Exception as error:
-                self.awaited = None
-                self._on_end(self, False, error)
-                return
-            if not isinstance(awaited, Event):
-                event = Event(self._kernel)
-                event._ok = False
-                event._value = TypeError(
-                    f"task {self.label!r} awaited {type(awaited).__name__}, which is not of this world: inside the "
-                    "simulator only the World's own calls can be awaited (no asyncio, no threads)"
-                )
-                self.awaited = event
-                continue
-            self.awaited = awaited
-            if awaited.callbacks is not None:
-                awaited.callbacks.append(self.resume)
-                return
-            event = awaited  # it has happened already
+        first, self.awaited = self.awaited is None, None
+        try:
+            if event._ok:
+                awaited = coroutine.send(None if first else event._value)
+            else:
+                event._defused = True
+                awaited = coroutine.throw(cast(BaseException, event._value))
+        except StopIteration as stop:
+            self._on_end(self, True, stop.value)
+        except Exception as error:
+            self._on_end(self, False, error)
+        else:
+            self.wait_for(awaited)
+
+    def wait_for(self, awaited: object) -> None:
+        """The coroutine has asked for this; go on with it when that has happened."""
+        if not isinstance(awaited, Event):
+            event = Event(self._kernel)
+            event._ok = False
+            event._value = TypeError(
+                f"task {self.label!r} awaited {type(awaited).__name__}, which is not of this world: inside the "
+                "simulator only the World's own calls can be awaited (no asyncio, no threads)"
+            )
+            event.callbacks = cast(Any, None)
+            awaited = event
+        self.awaited = awaited
+        if awaited.callbacks is not None:
+            awaited.callbacks.append(self.resume)
+        else:  # it has happened already
+            self.resume(awaited)
 
     def kill(self) -> None:
         """End the coroutine where it stands; its `finally` blocks run, its `on_end` does not."""

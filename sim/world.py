@@ -7,7 +7,8 @@ it is charged for its exact encoded size, over the same links as everything else
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Hashable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
+from heapq import heappop, heappush
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from refimpl.messages import BadMessage, Message, size_bytes
 from refimpl.work import Work
 from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
 from sim.kernel import SECOND_NS, Kernel, Task, happen, to_ns, wait
+from sim.watch import Watch
 
 T = TypeVar("T")
 
@@ -55,6 +57,48 @@ class Recorder(Protocol):
 
 Pricer = Callable[[Work], float]
 """Seconds that a node's device takes for a piece of work."""
+
+
+class Deadlines:
+    """Time-outs of calls. Nearly all calls are answered in time, so a deadline is an entry in a heap, not an event: one
+    event, at the earliest deadline of a call that is still open, serves them all."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._heap: list[tuple[int, int, int, Event, tuple[str, str, float]]] = []  # time, node, sequence, call, what
+        self._sequence = 0
+        self._armed_ns = 1 << 62
+
+    def add(self, time_ns: int, node: int, reply: Event, what: tuple[str, str, float]) -> None:
+        """Fail `reply` at `time_ns` if it has not come by then; `what` is (target, kind of message, time-out)."""
+        self._sequence += 1
+        heappush(self._heap, (time_ns, node, self._sequence, reply, what))
+        if time_ns < self._armed_ns:
+            self._arm(time_ns)
+
+    def _arm(self, time_ns: int) -> None:
+        self._armed_ns = time_ns
+        self._kernel.at(0, time_ns, self._look)
+
+    def _look(self, _: Event) -> None:
+        now_ns = cast(int, self._kernel._now)
+        if now_ns < self._armed_ns:
+            return
+        heap = self._heap
+        while heap and (heap[0][0] <= now_ns or heap[0][3].callbacks is None):
+            entry = heappop(heap)
+            node, reply, (target, kind, timeout_s) = entry[1], entry[3], entry[4]
+            if not reply.triggered:
+                late = Timeout(f"{target!r} did not answer {kind} within {timeout_s:g} s")
+                self._kernel.at(node, now_ns, partial(self._fail, reply, late))
+        self._armed_ns = 1 << 62
+        if heap:
+            self._arm(heap[0][0])
+
+    @staticmethod
+    def _fail(reply: Event, late: Timeout, _: Event) -> None:
+        if not reply.triggered:
+            happen(reply, False, late)
 
 
 class SimSignal:
@@ -115,8 +159,9 @@ class SimWorld:
         self._unheard: list[tuple[SimWorld, Message, Event]] = []  # calls that came while it hung
         self.handlers: dict[type[Message], Handler] = {}
         self.tasks: set[Task] = set()
-        self.calls: dict[Event, tuple[str, str, int]] = {}  # open calls: target, message, since when
-        self._device_free_ns = 0
+        self.calls: dict[Event, tuple[str, str, int, int]] = {}  # open calls: target, message, since when, until when
+        self.device_free_ns = 0  # when the device will have done all that it was asked
+        self._device_ns = 0  # all that it was asked
 
     @property
     def rng(self) -> np.random.Generator:
@@ -126,6 +171,10 @@ class SimWorld:
 
     def now(self) -> float:
         return cast(int, self.fabric.kernel._now) / SECOND_NS + self.skew_s
+
+    def busy_ns(self, now_ns: int) -> int:
+        """How long the device has worked so far. What is still to do is done without a pause."""
+        return self._device_ns - max(0, self.device_free_ns - now_ns)
 
     async def sleep(self, duration_s: float) -> None:
         if duration_s < 0:
@@ -154,24 +203,26 @@ class SimWorld:
         reply = Event(kernel)
         kind = type(message).__name__
         now_ns = cast(int, kernel._now)
-        self.calls[reply] = (target, kind, now_ns)
+        deadline_ns = now_ns + to_ns(timeout_s)
+        self.calls[reply] = (target, kind, now_ns, deadline_ns)
+        arrived: Callable[[], None] = lambda: callee.receive(self, message, reply)  # noqa: E731
+        if (watch := fabric.watch) is not None:
+            arrived = watch.call_begun(reply, self, callee, message, size, arrived)
 
-        def late(_: Event) -> None:
-            if not reply.triggered:
-                reply.fail(Timeout(f"{target!r} did not answer {kind} within {timeout_s:g} s"))
-
-        timer = kernel.at(self.index, now_ns + to_ns(timeout_s), late)
+        fabric.deadlines.add(deadline_ns, self.index, reply, (target, kind, timeout_s))
         channel = None if carries_bulk(message) else kind
-        fabric.carrier.send(self.index, callee.index, size, lambda: callee.receive(self, message, reply), channel)
+        fabric.carrier.send(self.index, callee.index, size, arrived, channel)
         try:
             return await wait(reply)
         finally:
             self.calls.pop(reply, None)
-            if timer.callbacks is not None:
-                timer.callbacks.clear()
+            if watch is not None:
+                watch.call_ended(reply)
 
     def receive(self, source: SimWorld, message: Message, reply: Event) -> None:
         """A call has arrived at this node."""
+        if (watch := self.fabric.watch) is not None:
+            watch.call_came(reply, self)
         if not self.alive:
             return self._send_back(source, reply, Unreachable(f"node {self.name!r} is down"))
         if self.hung:
@@ -180,30 +231,34 @@ class SimWorld:
         if handler is None:
             refusal = Refused(f"node {self.name!r} serves no {type(message).__name__}")
             return self._send_back(source, reply, refusal)
-        self.fabric.serving.setdefault(self.index, {})[reply] = source
+        kind = type(message).__name__
+        coroutine = cast("Coroutine[Any, Any, Any]", handler(source.name, message))
+        try:  # most handlers answer without waiting, and need no task
+            awaited = coroutine.send(None)
+        except StopIteration as stop:
+            return self._answer(source, reply, kind, True, stop.value)
+        except Exception as error:
+            return self._answer(source, reply, kind, False, error)
+        serving = self.fabric.serving.setdefault(self.index, {})
+        serving[reply] = source
 
         def ended(task: Task, ok: bool, value: Any) -> None:
             self.tasks.discard(task)
-            self.fabric.serving[self.index].pop(reply, None)
-            if ok and not isinstance(value, Message):
-                ok, value = False, TypeError(f"the handler returned {type(value).__name__}, a message was expected")
-            if not ok and not isinstance(value, Refused | BadMessage):
-                self.fabric.report(TaskFailure(self.name, task.label, value))
-                value = Refused(f"node {self.name!r} failed inside its {task.label}")
-            self._send_back(source, reply, value)
+            serving.pop(reply, None)
+            self._answer(source, reply, kind, ok, value)
 
-        task = Task(
-            self.fabric.kernel,
-            self.index,
-            cast("Coroutine[Any, Any, Any]", handler(source.name, message)),
-            ended,
-            f"handler of {type(message).__name__}",
-        )
+        task = Task(self.fabric.kernel, self.index, coroutine, ended, f"handler of {kind}")
         self.tasks.add(task)
-        started = Event(self.fabric.kernel)
-        started._ok, started._value = True, None
-        task.resume(started)
-        return None
+        return task.wait_for(awaited)
+
+    def _answer(self, source: SimWorld, reply: Event, kind: str, ok: bool, value: Any) -> None:
+        """The handler has ended: send its reply, its refusal, or a refusal that stands for its bug."""
+        if ok and not isinstance(value, Message):
+            ok, value = False, TypeError(f"the handler returned {type(value).__name__}, a message was expected")
+        if not ok and not isinstance(value, Refused | BadMessage):
+            self.fabric.report(TaskFailure(self.name, f"handler of {kind}", value))
+            value = Refused(f"node {self.name!r} failed inside its handler of {kind}")
+        self._send_back(source, reply, value)
 
     def wake(self) -> None:
         """Hang no longer: what came meanwhile is served now, in order, as by a process that was stopped and goes on."""
@@ -221,9 +276,12 @@ class SimWorld:
             if not reply.triggered:
                 happen(reply, isinstance(outcome, Message), outcome)
 
+        back: Callable[[], None] = arrived
+        if (watch := self.fabric.watch) is not None:
+            back = watch.call_answered(reply, self, source, outcome, size, arrived)
         if self.fabric.carrier.unreachable(self.index, source.index, reply=True) is None:
             kind = None if carries_bulk(outcome) else type(outcome).__name__
-            self.fabric.carrier.send(self.index, source.index, size, arrived, kind, reply=True)
+            self.fabric.carrier.send(self.index, source.index, size, back, kind, reply=True)
 
     def serve(self, handlers: Mapping[type[Message], Handler]) -> None:
         self.handlers.update(handlers)
@@ -280,12 +338,13 @@ class SimWorld:
                 raise
             result, error = cast(T, None), raised
         done = work(result) if callable(work) else work
-        start_ns = max(now_ns, self._device_free_ns)
-        self._device_free_ns = start_ns + to_ns(self.price(done) * self.slowness)
-        self.fabric.record(
-            "compute", self.name, work=type(done).__name__, start_ns=start_ns, end_ns=self._device_free_ns
-        )
-        await self._sleep_ns(self._device_free_ns - now_ns)
+        start_ns = max(now_ns, self.device_free_ns)
+        end_ns = start_ns + to_ns(self.price(done) * self.slowness)
+        self.device_free_ns, self._device_ns = end_ns, self._device_ns + end_ns - start_ns
+        self.fabric.record("compute", self.name, work=type(done).__name__, start_ns=start_ns, end_ns=end_ns)
+        if (watch := self.fabric.watch) is not None:
+            watch.computed(self, type(done).__name__, start_ns, end_ns)
+        await self._sleep_ns(self.device_free_ns - now_ns)
         if error is not None:
             raise error
         return result
@@ -316,10 +375,12 @@ class SimFabric:
         self.kernel = Kernel()
         self.carrier = carrier(self.kernel)
         self.recorder = recorder
+        self.watch: Watch | None = None
         self.nodes: dict[str, SimWorld] = {}
         self.by_index: list[SimWorld] = []
         self.failures: list[TaskFailure] = []
         self.serving: dict[int, dict[Event, SimWorld]] = {}  # callee -> open calls and their callers
+        self.deadlines = Deadlines(self.kernel)
 
     def now_s(self) -> float:
         """True virtual time, whatever any node's clock says."""
@@ -386,7 +447,7 @@ class SimFabric:
         lines = [
             f"{world.name} has waited {(now_ns - since_ns) / SECOND_NS:.3f} s for {target} to answer {kind}"
             for world in self.by_index
-            for target, kind, since_ns in world.calls.values()
+            for target, kind, since_ns, _ in world.calls.values()
         ]
         head = f"at {now_ns / SECOND_NS:.3f} s nothing can happen any more and the run has not ended"
         return head + ("".join(f"\n  {line}" for line in lines) or "; no call is open: a signal was never set")
