@@ -12,7 +12,7 @@ the links, for whoever comes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import numpy as np
@@ -161,6 +161,13 @@ class FlowCarrier:
     def links_changed(self) -> None:
         """Something beside a message changed the engine: a fault was laid on or lifted."""
         self._look_again()
+
+    def under_way(self) -> Iterator[tuple[str, int, int]]:
+        """All that is on the links, as ("flow" or "channel", source, target)."""
+        for message in self._flows.values():
+            yield "flow", message.source, message.target
+        for source, target, _ in self._channels:
+            yield "channel", source, target
 
     # ------------------------------------------------------------------------------------------- the engine's events
     def _look_again(self) -> None:
