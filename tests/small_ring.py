@@ -68,10 +68,12 @@ class SmallRing:
         self.records, self.stages, self.worlds = [], {}, {}
         for name in self.names:
             self.start(name)
-        self.head = Head(
-            self.worlds["s0"], self.config, self.stages["s0"], self.nodes, log=log, journal=self.journal("s0")
-        )
+        self.new_head(log)
         self.client = self.fabric.node("client")
+
+    def new_head(self, log=None):
+        world, stage = self.worlds["s0"], self.stages["s0"]
+        self.head = Head(world, self.config, stage, self.nodes, log=log, journal=self.journal("s0"))
 
     def journal(self, name):
         return lambda kind, /, **fields: self.records.append((name, kind, fields))

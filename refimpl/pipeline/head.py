@@ -14,6 +14,8 @@ work; 2) complaints are settled while the ring runs; 3) the sampler's output goe
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,7 +64,8 @@ class Head:
         self._stopped = False
         self._done: dict[int, Signal] = {}
         self._sent_at: dict[int, float] = {}
-        self._recent_s: list[float] = []  # round trips of the last passes
+        self._recent_s: dict[bool, deque[float]] = {kind: deque(maxlen=32) for kind in (False, True)}
+        self._vain = 0  # epochs since a pass came round
         self._keep_chunk = 1
         for kept in self.log.unfinished():
             self._queue(kept)
@@ -107,6 +110,7 @@ class Head:
         """Everything that was live is prefilled again."""
         self.last_digests = []
         self._sent_at.clear()
+        self._vain = min(self._vain + 1, 6) if self.schedule.number else 0
         self.schedule.restart(keep_chunk=self._keep_chunk, epoch=self.ring.epoch)
         self.log.cut({number: len(answer) for number, answer in self.schedule.answers().items()})
         self._keep_chunk = 1
@@ -120,11 +124,15 @@ class Head:
                 self._awake.set()
 
     def _overdue(self) -> bool:
-        oldest = next(iter(self.schedule.in_flight), None)
+        """Is the oldest pass later than passes of its kind (prefill or decode) are? Each ring that was mended in vain
+        is given twice the time, so that a ring that is merely slow is not mended for ever."""
+        oldest = next(iter(self.schedule.in_flight.values()), None)
         if oldest is None:
             return False
-        limit_s = max([self.config.overdue_s_min, *(self.config.overdue_factor * s for s in self._recent_s)])
-        return self.world.now() - self._sent_at.get(oldest, self.world.now()) > limit_s
+        recent = self._recent_s[_is_prefill(oldest)]
+        usual_s = statistics.median(recent) if recent else self.config.overdue_s_min
+        limit_s = (self.config.overdue_s_min + self.config.overdue_factor * usual_s) * 2.0**self._vain
+        return self.world.now() - self._sent_at.get(oldest.number, self.world.now()) > limit_s
 
     # ------------------------------------------------------------------------------------------------------- requests
     async def complete(
@@ -216,7 +224,8 @@ class Head:
             return
         drawing = [row.request for row in made.rows if row.draws]
         self.log.draw(list(zip(drawing, map(int, tokens), map(float, logprobs), strict=True)))
-        self._recent_s = [*self._recent_s[-31:], self.world.now() - self._sent_at.pop(number)]
+        self._recent_s[_is_prefill(made)].append(self.world.now() - self._sent_at.pop(number))
+        self._vain = 0
         for end in finished:
             self.log.done(end.request, end.reason)
             self._done[end.request].set()
@@ -252,6 +261,10 @@ class Head:
             self.ring.unseat([name])
             self._awake.set()
         return Ok()
+
+
+def _is_prefill(made: Pass) -> bool:
+    return any(row.new > 1 for row in made.rows)
 
 
 def _list(values: np.ndarray | None) -> list[Any]:

@@ -52,7 +52,7 @@ class RingConfig:
     join_timeout_s: float = 300.0
     probe_timeout_s: float = 2.0
     overdue_s_min: float = 3.0  # no pass counts as overdue before
-    overdue_factor: float = 8.0  # of the slowest of recent passes
+    overdue_factor: float = 8.0  # a pass is overdue so many medians of its kind after that
     check_s: float = 0.5  # between looks at the clock
     spare_wait_s: float = 1.0  # between looks for a node, when none is left
 
@@ -91,6 +91,7 @@ class Ring:
         self.blockages: list[Blockage] = []
         self.banned: set[str] = set()
         self._suspects: set[str] = set()
+        self._link_sender = ""  # of the link that hung last
         self._alarm: Signal = world.signal()
 
     @property
@@ -218,8 +219,16 @@ class Ring:
             return  # slow, not stuck
         self.blockages.append(blockage)
         self.journal("blockage", epoch=self.epoch, reason=blockage.sentence)
-        stuck = [] if restarted else [blockage.stage if blockage.to in (None, self.world.name) else str(blockage.to)]
-        self.unseat(lost or stuck)
+        self.unseat(lost or ([] if restarted else [self._doubtful(blockage)]))
+
+    def _doubtful(self, blockage: Blockage) -> str:
+        """Which node to try without: of a link its receiver, but its sender where another receiver did not help."""
+        if blockage.to is None:
+            return blockage.stage
+        again = blockage.stage == self._link_sender
+        self._link_sender = blockage.stage
+        receiver_stays = blockage.to == self.world.name or (again and blockage.stage != self.world.name)
+        return blockage.stage if receiver_stays else blockage.to
 
     async def _counters(self) -> list[Progress | None]:
         return list(await self.world.gather(*(self._counter(name) for name in self.seats)))
