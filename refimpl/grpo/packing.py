@@ -132,7 +132,11 @@ class PackedBatch:
     mask_BT: Tensor  # bool, answer tokens
     behaviour_BT: Tensor  # float32, 0 outside the mask
     advantage_BT: Tensor  # float32, 0 outside the mask
-    samples: int
+    spans: tuple[tuple[int, int, int, int], ...]  # (row, first answer cell, end, sample index) of each sample
+
+    @property
+    def samples(self) -> int:
+        return len(self.spans)
 
     @property
     def one_sample_a_row(self) -> bool:
@@ -160,9 +164,23 @@ class PackedBatch:
         """The values of the scored tokens, (N,), in the order of `predicting`."""
         return value_BT[:, 1:][self.mask_BT[:, 1:]]
 
+    def lay(self, values: Sequence[npt.NDArray[np.float32]]) -> Tensor:
+        """Values of answer tokens, by sample index, laid out as the answers are, float32 (B, T), 0 elsewhere."""
+        laid = np.zeros(tuple(self.token_BT.shape), dtype=np.float32)
+        for row, first, end, index in self.spans:
+            laid[row, first:end] = values[index]
+        return torch.from_numpy(laid).to(self.token_BT.device)
+
+    def unlay(self, value_N: Tensor) -> dict[int, npt.NDArray[np.float32]]:
+        """The other way: values of the scored tokens, (N,), by sample index."""
+        lengths = [end - first for _, first, end, _ in self.spans]
+        order = sorted(range(len(self.spans)), key=lambda i: self.spans[i][:2])
+        parts = torch.split(value_N.detach().float().cpu(), [lengths[i] for i in order])
+        return {self.spans[i][3]: part.numpy() for i, part in zip(order, parts, strict=True)}
+
     def to(self, device: torch.device | str) -> PackedBatch:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return PackedBatch(**moved, samples=self.samples)
+        return PackedBatch(**moved, spans=self.spans)
 
 
 def pack(
@@ -178,6 +196,7 @@ def pack(
     segment = np.full(shape, PADDING, dtype=np.int64)
     mask = np.zeros(shape, dtype=np.bool_)
     behaviour, advantage = (np.zeros(shape, dtype=np.float32) for _ in range(2))
+    spans = []
     for b, row in enumerate(rows):
         start = 0
         for index in row:
@@ -189,6 +208,7 @@ def pack(
             mask[b, first:end] = True
             behaviour[b, first:end] = sample.behaviour
             advantage[b, first:end] = sample.advantage
+            spans.append((b, first, end, index))
             start = end
         position[b, start:] = np.arange(shape[1] - start)
     assert not mask[:, 0].any(), "the first cell of a row has no prediction"
@@ -199,5 +219,5 @@ def pack(
         mask_BT=torch.from_numpy(mask),
         behaviour_BT=torch.from_numpy(behaviour),
         advantage_BT=torch.from_numpy(advantage),
-        samples=sum(len(row) for row in rows),
+        spans=tuple(spans),
     )
