@@ -97,6 +97,7 @@ class FlowEngine:
         # core tier
         self._core: Core = new_core()
         self._path = np.zeros(64, np.int64)
+        self._path_view = memoryview(self._path.data)  # sets one number faster than numpy does
         self._slot_of: dict[int, int] = {}
         self._flow_in: list[int] = []  # slot -> flow
         self._links_in: list[Sequence[int]] = []  # slot -> its links, a private one last if it has a bound
@@ -236,7 +237,8 @@ class FlowEngine:
         order of (finish time, flow number). Flows that end in one instant all carry the same time."""
         if now_s != self._now_s:
             self._move_to(now_s)
-        self._collect(now_s)
+        else:
+            self._collect(now_s)
         if not self._done:
             return []
         self._done.sort()
@@ -359,7 +361,9 @@ class FlowEngine:
             self._core = grown(self._core, links=0, flows=2 * slot, width=count, pool=0)
         if count > len(self._path):
             self._path = np.zeros(2 * count, np.int64)
-        self._path[:count] = links
+            self._path_view = memoryview(self._path.data)
+        for i in range(count):
+            self._path_view[i] = links[i]
         while not attach(self._core, slot, self._path, count, weight, float(size_bytes)):
             self._core = grown(self._core, links=0, flows=0, width=0, pool=2 * self._core.member_f.shape[1])
         self._flow_in[slot] = flow

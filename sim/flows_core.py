@@ -14,8 +14,9 @@ A change is repaired in the order of rising levels, as Dijkstra's algorithm sett
 * Popped at its old level while it could go higher, it is *released*: the links that its flows also cross are pending.
 * Popped at the level that its flows allow, it is settled: it takes every flow on it that is not held lower. If its
   level did not move, nothing spreads. A settled link is never opened again, so each is scanned only a few times.
-* A link that is not full divides what it has to spare among its flows as a *limit* for each; it is looked at again only
-  when one of them may rise above its own limit: until then it cannot fill.
+* A link that is not full gives each of its flows a *limit* on its level, and keeps the rest as spare: the sum of
+  w_f * limit_f and the spare is C_l. A flow that joins, or may rise above its limit, takes from the spare; only when
+  that is used up need the link be looked at, since until then it cannot fill.
 
 Finishing times cost nothing while a link's flows stay the same: all flows held by a link progress by the link's level,
 so each is filed once in the link's heap under the service (bytes per weight, V_l = integral of S_l dt) at which it
@@ -32,9 +33,10 @@ import numpy as np
 from numba import njit
 
 # rows of link_f
-SHARE, LEVEL, CAPACITY, SERVICE, SERVICE_S, ALLOWED, WEIGHTS = range(7)
+SHARE, LEVEL, CAPACITY, SERVICE, SERVICE_S, ALLOWED, WEIGHTS, SPARE = range(8)
 # SHARE: S_l. LEVEL: the same, but infinity while pending (= does not limit others yet). SERVICE: V_l at time SERVICE_S.
 # ALLOWED: the level that its flows allow, as last scanned. WEIGHTS: sum of weights of all flows on the link.
+# SPARE: bytes/s that no flow's limit lays claim to, while the link is not full.
 # rows of link_i
 START, COUNT, ROOM, HELD, STATUS, SCANNED, QUEUE_AT, EVENT_AT, DIRTY = range(9)
 # START, COUNT, ROOM: its piece of the member pool. HELD: so many members, the first ones, are held by it (a heap).
@@ -58,13 +60,14 @@ CLEAN, PENDING, RELEASED, SETTLED = range(4)
 
 SAME = 1e-14  # levels this close (relative) are the same: rounding must not spread
 FULL = 1e-12  # a link loaded within this of its capacity needs no level of its own
+MARGIN = 1e-9  # of the capacity: spare that is never given away, to cover rounding in its bookkeeping
 ULPS = 4  # finishes within so many roundings of the clock are one event
 
 
 class Core(NamedTuple):
     """The whole state, as arrays that numba can take; `grown` replaces them by larger ones."""
 
-    link_f: np.ndarray  # float64 [7, links]
+    link_f: np.ndarray  # float64 [8, links]
     link_i: np.ndarray  # int64 [9, links]
     flow_f: np.ndarray  # float64 [flows, 2]
     flow_i: np.ndarray  # int64 [flows, 2 + 2 * width]
@@ -79,7 +82,7 @@ class Core(NamedTuple):
 
 def new_core(links: int = 64, flows: int = 64, width: int = 4, pool: int = 1024) -> Core:
     core = Core(
-        link_f=np.zeros((7, links)),
+        link_f=np.zeros((8, links)),
         link_i=np.zeros((9, links), np.int64),
         flow_f=np.zeros((flows, 2)),
         flow_i=np.zeros((flows, 2 + 2 * width), np.int64),
@@ -307,6 +310,30 @@ def _note_change(core, link):  # type: ignore[no-untyped-def]
         core.counters[CHANGED_COUNT] += 1
 
 
+@njit(cache=True, inline="always")
+def _claim(core, link, p, limit, target):  # type: ignore[no-untyped-def]
+    """Raise the limit of member p of a link that is not full from `limit` to `target`, if there is enough to spare."""
+    capacity = core.link_f[CAPACITY, link]
+    if core.link_i[COUNT, link] == 1:
+        core.link_f[SPARE, link] = capacity
+        limit = 0.0
+    claim = core.member_f[WEIGHT, p] * (target - limit)
+    if not core.link_f[SPARE, link] - claim > MARGIN * capacity:
+        return False
+    core.link_f[SPARE, link] -= claim
+    core.member_f[LIMIT, p] = target
+    return True
+
+
+@njit(cache=True)
+def _highest_level(core, flow):  # type: ignore[no-untyped-def]
+    """No level can lift the flow above its narrowest link: min over its links of C_l / w_f."""
+    highest = np.inf
+    for j in range(core.flow_i[flow, LINKS]):
+        highest = min(highest, core.link_f[CAPACITY, core.flow_i[flow, FIRST + j]])
+    return highest / core.flow_f[flow, FLOW_WEIGHT]
+
+
 @njit(cache=True)
 def attach(core, flow, path, count, weight, size_bytes):  # type: ignore[no-untyped-def]
     """Put a flow on its links, held by none yet. False, with nothing changed, when the member pool is too small."""
@@ -322,6 +349,9 @@ def attach(core, flow, path, count, weight, size_bytes):  # type: ignore[no-unty
     core.flow_f[flow, FLOW_LEFT] = size_bytes / weight
     core.flow_i[flow, LINKS] = count
     core.flow_i[flow, HELD_BY] = 0
+    highest = np.inf
+    for j in range(count):
+        highest = min(highest, core.link_f[CAPACITY, path[j]] / weight)
     for j in range(count):
         link = path[j]
         start, members, room = link_i[START, link], link_i[COUNT, link], link_i[ROOM, link]
@@ -339,11 +369,13 @@ def attach(core, flow, path, count, weight, size_bytes):  # type: ignore[no-unty
         core.member_i[PLACE, p] = j
         core.member_i[HOLDER, p] = 0
         core.member_f[WEIGHT, p] = weight
+        core.member_f[LIMIT, p] = 0.0
         core.flow_i[flow, FIRST + j] = link
         core.flow_i[flow, FIRST + width + j] = members
         link_i[COUNT, link] = members + 1
         core.link_f[WEIGHTS, link] += weight
-        _note_change(core, link)
+        if core.link_f[SHARE, link] != np.inf or link_i[DIRTY, link] == 1 or not _claim(core, link, p, 0.0, highest):
+            _note_change(core, link)
     return True
 
 
@@ -359,6 +391,7 @@ def detach(core, flow, now_s):  # type: ignore[no-untyped-def]
         _swap_members(core, width, start, start + core.flow_i[flow, FIRST + width + j], start + last)
         link_i[COUNT, link] = last
         core.link_f[WEIGHTS, link] = 0.0 if last == 0 else core.link_f[WEIGHTS, link] - weight
+        core.link_f[SPARE, link] += weight * core.member_f[LIMIT, start + last]
         if core.link_f[SHARE, link] != np.inf:  # a link that was not full is no fuller now
             _note_change(core, link)
     return left * weight
@@ -368,6 +401,12 @@ def detach(core, flow, now_s):  # type: ignore[no-untyped-def]
 def change_capacity(core, link, capacity):  # type: ignore[no-untyped-def]
     core.link_f[CAPACITY, link] = capacity
     _note_change(core, link)
+    start = core.link_i[START, link]
+    for p in range(start, start + core.link_i[COUNT, link]):
+        if core.member_i[HOLDER, p] == 0:  # joined in this instant, with limits for the old capacity
+            flow = core.member_i[FLOW, p]
+            for j in range(core.flow_i[flow, LINKS]):
+                _note_change(core, core.flow_i[flow, FIRST + j])
 
 
 # ---------------------------------------------------------------- the repair
@@ -446,23 +485,27 @@ def _release(core, link, level, allowed, everyone):  # type: ignore[no-untyped-d
             if other == link or link_i[STATUS, other] == SETTLED:
                 continue
             if link_i[STATUS, other] == CLEAN and link_f[SHARE, other] == np.inf:
-                if allowed > core.member_f[LIMIT, link_i[START, other] + core.flow_i[flow, FIRST + width + j]]:
-                    _mark(core, other, level)
+                q = link_i[START, other] + core.flow_i[flow, FIRST + width + j]
+                limit = core.member_f[LIMIT, q]
+                if allowed > limit:
+                    target = max(limit, min(allowed, _highest_level(core, flow)))
+                    if not _claim(core, other, q, limit, target):
+                        _mark(core, other, level)
             elif everyone:
                 _mark(core, other, level)
 
 
 @njit(cache=True)
 def _share_out_spare(core, link):  # type: ignore[no-untyped-def]
-    """limit_f = level_f + (C_l - load) / (sum of weights): if all flows keep to their limits, the link cannot fill."""
+    """Half of C_l - load goes to the flows by weight, half is kept: limit_f = level_f + (C_l - load) / 2 / sum of w."""
     start, count, load, total = core.link_i[START, link], core.link_i[COUNT, link], 0.0, 0.0
     for p in range(start, start + count):
         load += core.member_f[WEIGHT, p] * core.link_f[SHARE, core.member_i[HOLDER, p]]
         total += core.member_f[WEIGHT, p]
-    if count > 0:
-        spare = max(core.link_f[CAPACITY, link] - load, 0.0) / total
-        for p in range(start, start + count):
-            core.member_f[LIMIT, p] = core.link_f[SHARE, core.member_i[HOLDER, p]] + spare
+    spare = max(core.link_f[CAPACITY, link] - load, 0.0) / 2
+    core.link_f[SPARE, link] = spare
+    for p in range(start, start + count):
+        core.member_f[LIMIT, p] = core.link_f[SHARE, core.member_i[HOLDER, p]] + spare / total
 
 
 @njit(cache=True)
