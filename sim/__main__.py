@@ -6,11 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from sim.compare import diff, replay
+from sim.explain import NoRun, why
 from sim.scenario import ScenarioError, known_scenarios, load_scenario
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0: done; 2: what was asked cannot be done, and a sentence says why."""
+    """Exit code 0: done; 1: a run got stuck, broke or did not keep a promise, or two runs differ; 2: what was asked
+    cannot be done, and a sentence says why."""
     parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, text in (
@@ -22,10 +25,21 @@ def main(arguments: list[str] | None = None) -> int:
         sub.add_argument("--seed", type=int, help="instead of the scenario's own")
         sub.add_argument("--model", help="a folder or hub id, instead of the scenario's own")
         sub.add_argument("--runs", type=Path, default=Path("runs"), help="where the run's folder goes (default: runs)")
+        if command == "run":
+            text = "draw trace.json for Perfetto, or not (default: for few nodes)"
+            sub.add_argument("--trace", action=argparse.BooleanOptionalAction, default=None, help=text)
+    for command, names, text in (
+        ("why", ("run",), "say who waited for whom in a run, from when, on what link or device"),
+        ("diff", ("run_a", "run_b"), "show the first event where two runs part, and the figures that differ"),
+        ("replay", ("run",), "run a run again, and say whether it is the same"),
+    ):
+        sub = commands.add_parser(command, help=text, description=text)
+        for name in names:
+            sub.add_argument(name, type=Path, help="the folder of a run")
     options = parser.parse_args(arguments)
     try:
         return COMMANDS[options.command](options)
-    except ScenarioError as error:
+    except (ScenarioError, NoRun) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -44,8 +58,9 @@ def _run(options: argparse.Namespace) -> int:
         return 2
     seed = scenario.seed if options.seed is None else options.seed
     name = Path(options.scenario).stem
-    run_scenario(scenario, name=name, seed=seed, model_path=str(model or "calibrated"), runs=options.runs)
-    return 0
+    path = str(model or "calibrated")
+    result = run_scenario(scenario, name=name, seed=seed, model_path=path, runs=options.runs, trace=options.trace)
+    return 0 if result.ok else 1
 
 
 def _swarm(options: argparse.Namespace) -> int:
@@ -67,7 +82,24 @@ def _swarm(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = {"run": _run, "swarm": _swarm}
+def _why(options: argparse.Namespace) -> int:
+    print(why(options.run))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    same, text = diff(options.run_a, options.run_b)
+    print(text)
+    return 0 if same else 1
+
+
+def _replay(options: argparse.Namespace) -> int:
+    same, text = replay(options.run)
+    print(text)
+    return 0 if same else 1
+
+
+COMMANDS = {"run": _run, "swarm": _swarm, "why": _why, "diff": _diff, "replay": _replay}
 
 if __name__ == "__main__":
     sys.exit(main())

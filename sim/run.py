@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,17 @@ from refimpl.world import derive_rng
 from sim import plots, summary
 from sim.calibrated import CalibratedEngines
 from sim.carrier import FlowCarrier
+from sim.checkers import Violation, as_json
 from sim.churn import ChurnEvent, churn_events
 from sim.hardware import find_device
 from sim.life import Life
 from sim.network import Network
+from sim.oversight import Oversight
 from sim.progress import Progress
 from sim.record import EventLog, read_events
 from sim.regions import region_set
 from sim.scenario import Member, Scenario
+from sim.waits import FINISHED
 from sim.world import SimFabric, SimWorld
 
 BOUNDS = {"paper": (38.0, 10.0), "deployed": (60.0, 40.0)}  # mismatches and mean error, for drawing
@@ -42,6 +45,13 @@ class RunResult:
     folder: Path
     rows: list[summary.BehaviourRow]
     figures: dict[str, Any]
+    ended: str = FINISHED  # or the sentence that says how it stopped
+    violations: tuple[Violation, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether it finished and broke no promise."""
+        return self.ended == FINISHED and not self.violations
 
 
 def plan_of(scenario: Scenario, seed: int, model_path: str) -> SwarmPlan:
@@ -128,9 +138,19 @@ def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Netw
 
 
 def run_scenario(
-    scenario: Scenario, *, name: str, seed: int, model_path: str, runs: Path, say: Callable[[str], None] = print
+    scenario: Scenario,
+    *,
+    name: str,
+    seed: int,
+    model_path: str,
+    runs: Path,
+    say: Callable[[str], None] = print,
+    trace: bool | None = None,
 ) -> RunResult:
-    """Run `scenario` and leave `runs/NAME-SEED/` behind."""
+    """Run `scenario` and leave `runs/NAME-SEED/` behind, whether it finished, got stuck or broke (`RunResult.ended`).
+
+    `trace`: whether to draw `trace.json`; None: when there are few enough nodes to look at.
+    """
     started_s = time.monotonic()
     folder = runs / f"{name}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,13 +159,24 @@ def run_scenario(
     log = EventLog(folder / "events.jsonl")
     try:
         fabric, network = build(scenario, seed, log)
-        _drive(scenario, name, seed, fabric, network, plan, engines, log)
+        over = Oversight(
+            scenario, plan, fabric, network, log, dataset_length=engines.problem_count, trace=trace, folder=folder
+        )
+        over.over(lambda: _drive(scenario, name, seed, fabric, network, plan, engines, log))
     finally:
         log.close()
-    result = conclude(folder, name, seed, scenario, plan, virtual_s=fabric.now_s())
+    violations = over.violations()
+    over.leave({"scenario": scenario.model_dump(mode="json"), "name": name, "seed": seed, "model_path": model_path})
+    more = {"ended": over.ended, "checks": as_json(violations)}
+    result = conclude(folder, name, seed, scenario, plan, virtual_s=fabric.now_s(), more=more)
+    result = dataclasses.replace(result, ended=over.ended, violations=tuple(violations))
     say(summary.table(result.rows))
     say(headline(result.rows))
     say(f"{len(list(read_events(folder / 'events.jsonl')))} events, {time.monotonic() - started_s:.0f} s: {folder}/")
+    for violation in violations:
+        say(str(violation))
+    if not result.ok:
+        say(f"{name} with seed {seed} did not keep its promises; `python -m sim why {folder}` says who waited for whom")
     return result
 
 
@@ -247,8 +278,17 @@ class _Counts(Counter[str]):
             self["up"] += 1 if kind == "up" else -1
 
 
-def conclude(folder: Path, name: str, seed: int, scenario: Scenario, plan: SwarmPlan, *, virtual_s: float) -> RunResult:
-    """Summary, table and plots from the events in `folder`."""
+def conclude(
+    folder: Path,
+    name: str,
+    seed: int,
+    scenario: Scenario,
+    plan: SwarmPlan,
+    *,
+    virtual_s: float,
+    more: Mapping[str, Any] | None = None,
+) -> RunResult:
+    """Summary, table and plots from the events in `folder`. `more` goes into the summary as it is."""
     behaviour_of = {m.name: m.group.behaviour for m in scenario.members() if m.group.role == "worker"}
     events = list(read_events(folder / "events.jsonl"))
     rows = summary.behaviour_rows(events, behaviour_of, HONEST, plan.rules.reward_per_unit)
@@ -265,6 +305,7 @@ def conclude(folder: Path, name: str, seed: int, scenario: Scenario, plan: Swarm
         "detection": summary.detections(rows).as_json(),
         "false_positives": summary.false_positives(rows).as_json(),
         "behaviours": [row.as_json() for row in rows],
+        **(more or {}),
         "plan": {**dataclasses.asdict(plan), "agreement": dataclasses.asdict(plan.agreement)},
     }
     (folder / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

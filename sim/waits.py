@@ -1,0 +1,113 @@
+"""Why: "it is slow" and "it hangs" have a culprit; this finds, for every call that is open, what holds it up, and saves
+where all others spent their time.
+
+`waits.json`: {"ended", "virtual_s", "waits": sums per (waiting group, target group, message), "open_total", "open": the
+oldest open calls with target, since when and the reason, "tasks": what every node was in the middle of, when a run
+could not go on}.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from sim.carrier import FlowCarrier
+from sim.watch import OpenCall, Watch
+from sim.world import SimFabric
+
+SECOND_NS = 1_000_000_000
+OPEN_MAX = 1000
+TASKS_MAX = 1000
+FINISHED = "finished"
+
+
+class Reasons:
+    """Says why a call is open, at one instant of a fabric."""
+
+    def __init__(self, fabric: SimFabric) -> None:
+        self.fabric = fabric
+        self.now_ns = int(fabric.kernel.now)
+        self.nothing_left = not fabric.kernel._queue
+        carrier = fabric.carrier
+        self.carrier = carrier if isinstance(carrier, FlowCarrier) else None
+        self.flows: Counter[tuple[int, int]] = Counter()  # (source, target) -> flows under way
+        self.load: Counter[int] = Counter()  # link -> flows under way over it
+        if self.carrier is not None:
+            for what, source, target in self.carrier.under_way():
+                if what == "flow":
+                    self.flows[source, target] += 1
+                    self.load.update(self.carrier.network.path(source, target, reply=True).links)
+
+    def of(self, call: OpenCall) -> str:
+        """What holds the call up."""
+        callee = self.fabric.nodes[call.callee.name]
+        if not callee.alive:
+            return f"{callee.name} is down"
+        if callee.hung:
+            return f"{callee.name} hangs"
+        if call.came_ns < 0:
+            return self._on_the_way(call.caller.index, callee.index, "the call", reply=False)
+        if call.answered_ns >= 0:
+            return self._on_the_way(callee.index, call.caller.index, "the answer", reply=True)
+        if callee.device_free_ns > self.now_ns:
+            return f"device of {callee.name} busy until {callee.device_free_ns / SECOND_NS:.3f} s"
+        if callee.calls:
+            target, kind, since_ns, _ = min(callee.calls.values(), key=lambda entry: entry[2])
+            return f"{callee.name} itself waits for {target} to answer {kind}, since {since_ns / SECOND_NS:.3f} s"
+        return f"{callee.name} serves it and waits for another of its own tasks"
+
+    def _on_the_way(self, source: int, target: int, what: str, *, reply: bool) -> str:
+        names = self.fabric.by_index
+        if (sentence := self.fabric.carrier.unreachable(source, target, reply=reply)) is not None:
+            return sentence
+        if self.carrier is None or not self.flows[source, target]:
+            if self.nothing_left:
+                return f"{what} was lost between {names[source].name} and {names[target].name}"
+            return f"{what} is on its way from {names[source].name} to {names[target].name}, or was lost"
+        links = self.carrier.network.path(source, target, reply=reply).links
+        fullest = max(links, key=lambda link: self.load[link])
+        where = f"the path from {names[source].name} to {names[target].name}"
+        if fullest == links[0]:
+            where = f"uplink of {names[source].name}"
+        elif fullest == links[-1]:
+            where = f"downlink of {names[target].name}"
+        return f"{where} shared by {self.load[fullest]} flow" + ("s" if self.load[fullest] != 1 else "")
+
+
+def waits_json(fabric: SimFabric, watch: Watch, ended: str) -> dict[str, Any]:
+    """What `waits.json` says of a run at this instant. `ended`: FINISHED, or the sentence with which it stopped."""
+    reasons = Reasons(fabric)
+    now_ns = reasons.now_ns
+    calls = sorted(watch.open.values(), key=lambda call: (call.begun_ns, call.caller.index))
+    by_total = sorted(watch.waits.items(), key=lambda item: (-item[1].total_ns, item[0]))
+    return {
+        "ended": ended,
+        "virtual_s": now_ns / SECOND_NS,
+        "waits": [
+            {"waiting": waiting, "target": target, "message": kind, **waits.as_json()}
+            for (waiting, target, kind), waits in by_total
+        ],
+        "open_total": len(calls),
+        "open": [
+            {
+                "waiting": call.caller.name,
+                "target": call.callee.name,
+                "message": call.kind,
+                "since_s": call.begun_ns / SECOND_NS,
+                "waited_s": (now_ns - call.begun_ns) / SECOND_NS,
+                "reason": reasons.of(call),
+            }
+            for call in calls[:OPEN_MAX]
+        ],
+        "tasks": [] if ended == FINISHED else _tasks(fabric),
+    }
+
+
+def _tasks(fabric: SimFabric) -> list[dict[str, str]]:
+    """What nodes are in the middle of."""
+    doing = [
+        {"node": world.name, "task": label}
+        for world in fabric.by_index
+        for label in sorted(task.label for task in world.tasks)
+    ]
+    return doing[:TASKS_MAX]
