@@ -36,6 +36,18 @@ def main(arguments: list[str] | None = None) -> int:
         sub = commands.add_parser(command, help=text, description=text)
         for name in names:
             sub.add_argument(name, type=Path, help="the folder of a run")
+    text = "run a scenario with several values of its fields and several seeds, over all cores"
+    sub = commands.add_parser("sweep", help=text, description=text)
+    sub.add_argument("scenario", help="a name or a .toml file")
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=V1,V2", help="e.g. links.downlink_mbit_s=50,100,200"
+    )
+    sub.add_argument("--seeds", type=int, default=5, help="runs per combination (default: 5)")
+    sub.add_argument("--figures", default=None, help="comma-separated paths into summary.json")
+    sub.add_argument("--jobs", type=int, default=-1, help="processes (default: one a core)")
+    sub.add_argument("--dask", help="address of a Dask scheduler, to run on its workers")
+    sub.add_argument("--model", help="a folder or hub id, instead of the scenario's own")
+    sub.add_argument("--runs", type=Path, default=Path("runs"), help="where the folders go (default: runs)")
     options = parser.parse_args(arguments)
     try:
         return COMMANDS[options.command](options)
@@ -99,7 +111,23 @@ def _replay(options: argparse.Namespace) -> int:
     return 0 if same else 1
 
 
-COMMANDS = {"run": _run, "swarm": _swarm, "why": _why, "diff": _diff, "replay": _replay}
+def _sweep(options: argparse.Namespace) -> int:
+    from sim.sweep import FIGURES, parse_setting, sweep
+
+    sweep(
+        options.scenario,
+        [parse_setting(text) for text in options.set],
+        seeds=options.seeds,
+        runs=options.runs,
+        figures=options.figures.split(",") if options.figures else FIGURES,
+        jobs=options.jobs,
+        dask=options.dask,
+        model=options.model,
+    )
+    return 0
+
+
+COMMANDS = {"sweep": _sweep, "run": _run, "swarm": _swarm, "why": _why, "diff": _diff, "replay": _replay}
 
 if __name__ == "__main__":
     sys.exit(main())

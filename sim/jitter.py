@@ -7,7 +7,7 @@ never above a stated limit, so that a jitter wider than its mean cannot send a m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp, inf, log1p
 from typing import Literal
 
 import numpy as np
@@ -63,6 +63,8 @@ class Jitter:
 
     def sample_s(self, latency_s: float, rng: np.random.Generator) -> float:
         """Seconds to add to a path's latency; for 'latency_factor' this may be below 0, but not below -latency."""
+        if self.kind == "exponential":  # the one that large runs use, drawn by inversion: x = -mean·ln(1 - U)
+            return float(min(-self.parameters[0] * log1p(-rng.random()), self.limit_s))
         first, second = (*self.parameters, 0.0, 0.0)[:2]
         if self.kind == "none":
             return 0.0
@@ -74,8 +76,6 @@ class Jitter:
             drawn = first * exp(min(second * rng.standard_normal(), 700.0))
         elif self.kind == "pareto":
             drawn = first * rng.pareto(second)
-        elif self.kind == "exponential":
-            drawn = rng.exponential(first)
         else:
             drawn = latency_s * (exp(min(first * rng.standard_normal(), 700.0)) - 1.0)
         return float(min(drawn, self.limit_s))

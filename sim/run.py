@@ -9,7 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from sim.calibrated import CalibratedEngines
 from sim.carrier import FlowCarrier
 from sim.checkers import Violation, as_json
 from sim.churn import ChurnEvent, churn_events
+from sim.explain import FINISHED
 from sim.hardware import find_device
 from sim.life import Life
 from sim.network import Network
@@ -32,7 +33,6 @@ from sim.progress import Progress
 from sim.record import EventLog, read_events
 from sim.regions import region_set
 from sim.scenario import Member, Scenario
-from sim.waits import FINISHED
 from sim.world import SimFabric, SimWorld
 
 BOUNDS = {"paper": (38.0, 10.0), "deployed": (60.0, 40.0)}  # mismatches and mean error, for drawing
@@ -146,6 +146,7 @@ def run_scenario(
     runs: Path,
     say: Callable[[str], None] = print,
     trace: bool | None = None,
+    progress: bool = True,
 ) -> RunResult:
     """Run `scenario` and leave `runs/NAME-SEED/` behind, whether it finished, got stuck or broke (`RunResult.ended`).
 
@@ -162,7 +163,7 @@ def run_scenario(
         over = Oversight(
             scenario, plan, fabric, network, log, dataset_length=engines.problem_count, trace=trace, folder=folder
         )
-        over.over(lambda: _drive(scenario, name, seed, fabric, network, plan, engines, log))
+        over.over(lambda: _drive(scenario, name, seed, fabric, network, plan, engines, log, progress))
     finally:
         log.close()
     violations = over.violations()
@@ -189,6 +190,7 @@ def _drive(
     plan: SwarmPlan,
     engines: Any,
     log: EventLog,
+    progress: bool,
 ) -> None:
     """Let every node live and work until the workers have done their part, or the scenario's time is up."""
     members = {member.name: member for member in scenario.members()}
@@ -226,7 +228,8 @@ def _drive(
         stop.set()
 
     total = max(1, len(working) * plan.assignments)
-    with Progress(name, fabric.now_s, lambda: counts["batches"] / total, counts), _collector_at_rest():
+    shown = Progress(name, fabric.now_s, lambda: counts["batches"] / total, counts) if progress else nullcontext()
+    with shown, _collector_at_rest():
         fabric.run(main(), node=desk.name)
 
 

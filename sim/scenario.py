@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -210,22 +210,36 @@ def known_scenarios() -> list[str]:
 
 def load_scenario(name: str) -> Scenario:
     """The scenario called `name`, or in the file `name` if that ends in .toml. Raises ScenarioError."""
+    return read_scenario(scenario_path(name))
+
+
+def scenario_path(name: str) -> Path:
+    """The file of the scenario called `name`, or the file `name` itself if that ends in .toml. Raises ScenarioError."""
     if name.endswith(".toml"):
-        return read_scenario(Path(name))
+        return Path(name)
     if name not in known_scenarios():
         near = difflib.get_close_matches(name, known_scenarios(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ScenarioError(f"there is no scenario {name!r}.{hint} Known: {', '.join(known_scenarios())}")
-    return read_scenario(SCENARIOS / f"{name}.toml")
+    return SCENARIOS / f"{name}.toml"
 
 
-def read_scenario(path: Path) -> Scenario:
-    """Read and check one file. Raises ScenarioError: a line per fault, with file, field, value and expectation."""
+def read_raw(path: Path) -> dict[str, Any]:
+    """A scenario file as plain values, unchecked. Raises ScenarioError when it is missing or no TOML."""
     try:
-        raw = read_toml(path)
+        return read_toml(path)
     except CatalogueError as error:
         raise ScenarioError(str(error)) from None
+
+
+def check_raw(raw: dict[str, Any], file: str) -> Scenario:
+    """The scenario in plain values. Raises ScenarioError: a line per fault, with file, field, value and expectation."""
     try:
         return Scenario.model_validate(raw)
     except ValidationError as error:
-        raise ScenarioError(explain(error, raw, path.name)) from None
+        raise ScenarioError(explain(error, raw, file)) from None
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Read and check one file. Raises ScenarioError."""
+    return check_raw(read_raw(path), path.name)
