@@ -2,12 +2,15 @@
 
 Cores (no waiting, no clock, no chance of their own), in reading order:
 
-1. `manifest.py`  what a version is: signed header, provisional shard entries, final manifest; `merkle.py` its root
-2. `versions.py`  which versions exist, in which order, which may be removed; leases
-3. `store.py`     a version on disk: assembled beside its final path, resumed by shard and byte, published by rename
-4. `choice.py`    which relay to ask for a shard: the original's rule, and expected finish time
-5. `fetch.py`     which shard to ask for next, when to try again, when to ask twice
-6. `delta.py`     the lossless increment between two versions (`delta_codec.py`: its inner loops)
-7. `route.py`     increments or the whole file: whichever arrives first
-8. `compat.py`    the published package's file layout (`blake3.py`: its checksum)
+1. `manifest.py`   what a version is: signed opening, provisional shard entries, final manifest (`layout.py`: how files
+                   are cut; `merkle.py`: the root; `document.py`: canonical JSON, read as hostile input)
+2. `versions.py`   which versions exist, in which order, which may be removed; leases; who lags
+3. `store.py`      versions on disk (`assembly.py`: written in place, resumed by shard and byte, published by rename)
+4. `choice.py`     which relay to ask for a shard: the published rule, and expected finish time
+5. `fetch.py`      which shard next, when to try again, when to ask twice
+6. `delta.py`      the lossless increment between two versions (`tensors.py`, `delta_sparse.py`, `delta_codec.py`: what
+                   is compared, and how it is coded; `increment.py`: from the store, into the store)
+7. `route.py`      increments or the whole file: whichever arrives first
+8. `topology.py`   below which parent a relay hangs; `limits.py` what one client may take from it
+9. `compat.py`     the published package's file layout (`blake3.py`: its checksum)
 """
