@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sim.waits import FINISHED
+FINISHED = "finished"
+"""How a run ended that did not stop for a reason."""
 
 ROWS_MAX = 15
 OPEN_SHOWN = 20

@@ -13,18 +13,22 @@ from pathlib import Path
 
 from refimpl.swarm import SERVICES, SwarmPlan
 from refimpl.world import TaskFailed
-from sim.checkers import View, Violation, check
+from sim.checkers import Bounds, View, Violation, check
+from sim.explain import FINISHED
 from sim.facts import Facts
 from sim.network import Network
 from sim.record import EventLog
 from sim.scenario import Scenario
 from sim.trace import Trace
-from sim.waits import FINISHED, waits_json
+from sim.waits import waits_json
 from sim.watch import Watch
 from sim.world import SimFabric, Stuck
 
 TRACED_NODES_MAX = 200
 """Scenarios of up to so many nodes are traced unless told otherwise."""
+RESTS = 20.0
+"""A rest between assignments is exponential: one of so many means has a chance of exp(-20), 2e-9. Part of the bound of
+a worker's progress."""
 
 
 class Oversight:
@@ -64,7 +68,8 @@ class Oversight:
         )
         log.listen(facts.event)
         facts.tap(self.watch)
-        self.view = View(fabric=fabric, facts=facts, rules=plan.rules, ledger=plan.ledger)
+        bounds = Bounds(progress_s=Bounds.progress_s + RESTS * scenario.task.pause_s)
+        self.view = View(fabric=fabric, facts=facts, rules=plan.rules, ledger=plan.ledger, bounds=bounds)
 
     def over(self, run: Callable[[], object]) -> None:
         """Do `run`; when it gets stuck or a task fails, keep the sentence instead of raising."""

@@ -12,13 +12,13 @@ from collections import Counter
 from typing import Any
 
 from sim.carrier import FlowCarrier
+from sim.explain import FINISHED
 from sim.watch import OpenCall, Watch
 from sim.world import SimFabric
 
 SECOND_NS = 1_000_000_000
 OPEN_MAX = 1000
 TASKS_MAX = 1000
-FINISHED = "finished"
 
 
 class Reasons:
