@@ -14,6 +14,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from refimpl.model.filters import _nucleus_of_sorted
 from refimpl.model.noise import (
     GUMBEL_STREAM,
     apply_table,
@@ -330,6 +331,22 @@ def test_filters_keep_what_transformers_keeps(sampling: Sampling, seed: int, spr
     kept_BV = scaled_BV >= cutoffs(scaled_BV, sampling)[:, None]
     differing = (kept_BV != twin_BV.isfinite()).sum(dim=-1)
     assert (differing <= (1 if sampling.top_p < 1 or sampling.min_p == 1 else 0)).all()  # sums in another order
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("top_p", [1e-3, 0.3, 0.9, 0.999, 1 - 1e-7])
+def test_the_nucleus_found_by_bins_is_the_one_found_by_sorting(spread: float, top_p: float) -> None:
+    """Its dull twin, in float64; what they may differ by has a probability within rounding of the limit."""
+    scaled_BV = torch.randn(5, 5003, generator=torch.Generator().manual_seed(6)) * spread
+    cut_B = cutoffs(scaled_BV, Sampling(top_p=top_p))
+    sorted_BV = scaled_BV.double().sort(dim=-1, descending=True).values
+    for cut, low, high in zip(
+        cut_B,
+        _nucleus_of_sorted(sorted_BV, min(1 - 1e-15, top_p + 2e-6)),
+        _nucleus_of_sorted(sorted_BV, top_p - 2e-6),
+        strict=True,
+    ):
+        assert low <= cut <= high or (cut == -math.inf and top_p > 1 - 1e-6)
 
 
 def test_filters_by_hand() -> None:

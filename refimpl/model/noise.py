@@ -195,6 +195,12 @@ def gumbel_noise(seeds_B: Tensor, positions_B: Tensor, first_token: int, count: 
 
 def gumbel_noise_at(seeds_B: Tensor, positions_B: Tensor, tokens_BK: Tensor) -> Tensor:
     """Gumbel noise (float32, [B, K]) of chosen tokens: equal to `gumbel_noise` at those places."""
+    if tokens_BK.device.type == "cpu":
+        tokens_BK = tokens_BK.expand(len(seeds_B), -1)
+        noise_BK = np.empty(tokens_BK.shape, dtype=np.float32)
+        seeds, positions, tokens = (ids.contiguous().numpy() for ids in (seeds_B, positions_B, tokens_BK))
+        _gumbel_at_kernel(seeds, positions, tokens, gumbel_table(), noise_BK)
+        return torch.from_numpy(noise_BK)
     return noise_from_words(random_words_at(seeds_B, positions_B, tokens_BK, GUMBEL_STREAM), gumbel_table)
 
 
@@ -249,3 +255,14 @@ def noise_kernel(word: int, table: IntArray) -> np.float32:
     slope = table[entry, 1] + ((table[entry, 2] * fraction) >> FRACTION_BITS)
     value = table[entry, 0] + ((slope * fraction) >> FRACTION_BITS)
     return np.float32(np.int32((value + (1 << (GUARD_BITS - 1))) >> GUARD_BITS)) * np.float32(2.0**-OUT_BITS)
+
+
+@njit(cache=True)
+def _gumbel_at_kernel(
+    seeds_B: IntArray, positions_B: IntArray, tokens_BK: IntArray, table: IntArray, noise_BK: npt.NDArray[np.float32]
+) -> None:
+    words = np.empty(4, dtype=np.uint32)
+    for b in range(tokens_BK.shape[0]):
+        for k in range(tokens_BK.shape[1]):
+            fill_words_kernel(words, tokens_BK[b, k] >> 2, seeds_B[b], positions_B[b], GUMBEL_STREAM)
+            noise_BK[b, k] = noise_kernel(words[tokens_BK[b, k] & 3], table)
