@@ -21,6 +21,7 @@ from simpy.events import Event
 from sim.kernel import LATE, SECOND_NS, Kernel, to_ns
 from sim.network import DELIVERED, Network
 from sim.reach import ChannelOrder
+from sim.traffic import Traffic
 
 Arrived = Callable[[], None]
 Channel = tuple[int, int, str]
@@ -63,6 +64,7 @@ class FlowCarrier:
         self.engine = network.engine
         self.bytes_sent = 0
         self.messages_sent = 0
+        self.traffic = Traffic()
         self.messages_lost = 0
         self._flows: dict[int, _Message] = {}
         self._wake_ns = NEVER_NS  # when the next look at the engine is scheduled
@@ -84,6 +86,7 @@ class FlowCarrier:
             self.kernel.at(target, now_ns, lambda _: arrived())
             return
         self.bytes_sent += size_bytes
+        self.traffic.message(now_ns, source, target, size_bytes)
         network = self.network
         path = network.path(source, target, reply=reply)
         delay_s = network.sample_delay_s(path, self.rng, size_bytes)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from refimpl.attacks.names import HONEST
 from refimpl.swarm import SERVICES, Engines, RealEngines, Seat, SwarmPlan, take_seat
@@ -32,6 +32,7 @@ from sim.oversight import Oversight
 from sim.progress import Progress
 from sim.record import EventLog, read_events
 from sim.regions import region_set
+from sim.report import write_report
 from sim.scenario import Member, Scenario
 from sim.world import SimFabric, SimWorld
 
@@ -169,6 +170,7 @@ def run_scenario(
     violations = over.violations()
     over.leave({"scenario": scenario.model_dump(mode="json"), "name": name, "seed": seed, "model_path": model_path})
     more = {"ended": over.ended, "checks": as_json(violations)}
+    _leave_places(folder, scenario, fabric)
     result = conclude(folder, name, seed, scenario, plan, virtual_s=fabric.now_s(), more=more)
     result = dataclasses.replace(result, ended=over.ended, violations=tuple(violations))
     say(summary.table(result.rows))
@@ -281,6 +283,22 @@ class _Counts(Counter[str]):
             self["up"] += 1 if kind == "up" else -1
 
 
+def _leave_places(folder: Path, scenario: Scenario, fabric: SimFabric) -> None:
+    """What the report draws beside the events: traffic, and who is where."""
+    names = [world.name for world in fabric.by_index]
+    traffic = cast(FlowCarrier, fabric.carrier).traffic.as_json(names)
+    (folder / "traffic.json").write_text(json.dumps(traffic) + "\n", encoding="utf-8")
+    places = [
+        {
+            "region": member.group.region or "(no region)",
+            "role": member.group.role,
+            "cheats": member.group.behaviour not in HONEST,
+        }
+        for member in scenario.members()
+    ]
+    (folder / "places.json").write_text(json.dumps(places) + "\n", encoding="utf-8")
+
+
 def conclude(
     folder: Path,
     name: str,
@@ -321,6 +339,7 @@ def conclude(
         title=name,
     )
     plots.plot_detections(folder / "detections.png", events, behaviour_of, HONEST, name)
+    write_report(folder)
     return RunResult(folder, rows, figures)
 
 
