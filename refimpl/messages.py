@@ -417,6 +417,15 @@ class Assignment(Message):
 
 @wire
 @dataclass(frozen=True)
+class Later(Message):
+    """Orchestrator -> worker: nothing for now, and it is not your fault; ask again after a while."""
+
+    wait_s: float
+    reason: str
+
+
+@wire
+@dataclass(frozen=True)
 class Submission(Message):
     """Worker -> validator: one answer with its proofs. Its id is the SHA-256 of `submission_bytes`."""
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from refimpl.calls import Patience
 from refimpl.identity import Identity
-from refimpl.messages import Account, AskAccount, AskWork, Ok, RecordVerdict, Register
+from refimpl.messages import Account, AskAccount, AskWork, Later, Ok, RecordVerdict, Register, Submission, Verdict
 from refimpl.testnet.ledger import LedgerError, LedgerRules, MemoryLedger
 from refimpl.testnet.liveness import LivenessConfig, NodeTable
 from refimpl.testnet.orchestrator import Orchestrator, OrchestratorConfig
 from refimpl.testnet.problems import choose_problems
 from refimpl.testnet.registry import REGISTRATION, Registry, RegistryConfig, registration_bytes
+from refimpl.testnet.worker import Worker, WorkerConfig
+from refimpl.work import Seconds
 from refimpl.world import Refused
 from tests.worlds import sim_fabric
 
@@ -201,3 +205,61 @@ def test_an_invited_node_that_never_beats_becomes_unhealthy_then_dead() -> None:
     for i in range(1, 16):
         states += [change.after.value for change in table.status_pass(15.0 * i)]
     assert states == ["unhealthy", "dead"]
+
+
+# ------------------------------------------------------------------------------------------------------------ worker
+class _Engine:
+    """Answers with one token per prompt."""
+
+    def answer(self, prompts: Any, seeds: Any) -> list[Any]:
+        return [
+            SimpleNamespace(tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), proofs=()) for _ in seeds
+        ]
+
+    def work(self, prompts: Any, answers: Any) -> Seconds:
+        return Seconds(duration_s=1.0)
+
+
+def test_a_worker_that_is_cut_off_for_long_goes_on_when_it_can_and_is_never_taken_for_dismissed() -> None:
+    fabric, worlds, identity = swarm()
+    judged: list[int] = []
+    notes: list[str] = []
+
+    async def accept(source: str, message: Submission) -> Verdict:
+        judged.append(message.counter)
+        return Verdict("id", True, "ok", "fine")
+
+    worlds["validator"].serve({Submission: accept})
+    config = WorkerConfig(
+        orchestrator="orchestrator", validator="validator", ledger="ledger", checkpoint="c",
+        patience=Patience(timeout_s=5.0, attempts=3, wait_s=1.0, wait_s_max=4.0),
+    )  # fmt: skip
+    worker = Worker(
+        worlds["worker"], config, identity, _Engine(), lambda problem: [1], lambda kind, /, **fields: notes.append(kind)
+    )
+
+    async def main() -> None:
+        index = worlds["worker"].index
+        fabric.network.set_link_state(0.0, working=False, node=index)
+        worlds["validator"].spawn(worker.run())
+        await worlds["ledger"].sleep(3000.0)
+        assert judged == [] and "cut_off" in notes
+        fabric.network.set_link_state(3000.0, working=True, node=index)
+        await worlds["ledger"].sleep(100.0)
+
+    fabric.run(main())
+    assert judged == [1] * 4 + [2] * 4  # two assignments of four problems each
+    assert "dismissed" not in notes
+
+
+def test_an_orchestrator_that_cannot_ask_the_ledger_says_later_and_convicts_nobody() -> None:
+    fabric, worlds, identity = swarm()
+
+    async def main() -> None:
+        await worlds["worker"].call("ledger", registration(identity), 10)
+        fabric.kill("ledger")
+        reply = await worlds["worker"].call("orchestrator", AskWork(identity.public_key), 100)
+        assert isinstance(reply, Later) and "the ledger did not answer" in reply.reason
+
+    fabric.run(main())
+    assert not fabric.failures

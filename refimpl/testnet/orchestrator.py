@@ -1,7 +1,7 @@
 """Hands out prompts by the deterministic rule.
 
-Takes `AskWork`, answers with `Assignment`; asks the ledger by `AskAccount`. Takes `Heartbeat`, and keeps a table of who
-is alive (`liveness.py`).
+Takes `AskWork`, answers with `Assignment` or `Later`; asks the ledger by `AskAccount`. Takes `Heartbeat`, and keeps a
+table of who is alive (`liveness.py`).
 
 It keeps one counter per worker and nothing else: what a worker must answer follows from its address, the step and that
 counter, so that a validator can compute the same without asking.
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refimpl.calls import Patience, call_patiently
 from refimpl.identity import address_of
 from refimpl.journal import Journal, silent
-from refimpl.messages import Account, AskAccount, AskWork, Assignment, Heartbeat, Message, Ok
+from refimpl.messages import Account, AskAccount, AskWork, Assignment, Heartbeat, Later, Message, Ok
 from refimpl.testnet.liveness import Change, LivenessConfig, NodeTable
 from refimpl.testnet.problems import choose_problems
-from refimpl.world import Refused, World
+from refimpl.world import Refused, Timeout, Unreachable, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,8 @@ class OrchestratorConfig:
     batch: int  # problems per assignment
     assignments: int  # per worker; then it is told that it is done
     step: int = 0
-    patience: Patience = Patience()
+    ledger_timeout_s: float = 30.0
+    later_s: float = 15.0  # after which a worker asks again when the ledger could not be asked
     liveness: LivenessConfig = LivenessConfig()
     status_pass_s: float = 15.0  # how often the table of nodes is looked at
 
@@ -70,7 +70,10 @@ class Orchestrator:
 
     async def assign(self, source: str, message: AskWork) -> Message:
         key, config = message.public_key, self.config
-        account: Account = await call_patiently(self.world, config.ledger, AskAccount(key), config.patience)
+        try:
+            account: Account = await self.world.call(config.ledger, AskAccount(key), config.ledger_timeout_s)
+        except (Timeout, Unreachable) as error:
+            return Later(config.later_s, f"the ledger did not answer: {error.reason}")
         if account.ejected:
             raise Refused("this account was ejected")
         counter = self.counters.get(key, 0) + 1

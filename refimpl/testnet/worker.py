@@ -15,10 +15,20 @@ from typing import Any, Protocol
 from refimpl.calls import Patience, call_patiently
 from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
-from refimpl.messages import AskWork, Assignment, Heartbeat, Register, Submission, Verdict, submission_bytes
+from refimpl.messages import (
+    AskWork,
+    Assignment,
+    Heartbeat,
+    Later,
+    Message,
+    Register,
+    Submission,
+    Verdict,
+    submission_bytes,
+)
 from refimpl.testnet.registry import REGISTRATION, registration_bytes
 from refimpl.work import Work
-from refimpl.world import CallError, Refused, World
+from refimpl.world import CallError, Refused, Timeout, Unreachable, World
 
 SUBMISSION = "submission"  # signature domain
 
@@ -84,21 +94,34 @@ class Worker:
     async def run(self) -> None:
         key, config = self.identity.public_key, self.config
         signature = self.identity.sign(registration_bytes(key, config.stake), domain=REGISTRATION)
-        await call_patiently(self.world, config.ledger, Register(key, config.stake, signature), config.patience)
-        self.world.spawn(self._beat(), "heartbeat")
+        try:
+            await self._reach(config.ledger, Register(key, config.stake, signature))
+            self.world.spawn(self._beat(), "heartbeat")
+            while not self._stopped.is_set():
+                reply = await self._reach(config.orchestrator, AskWork(key))
+                if isinstance(reply, Later):
+                    await self._stopped.wait(reply.wait_s)
+                elif reply is None or reply.done:
+                    break
+                else:
+                    await self._do(reply)
+                    self.tasks_done += 1
+                    if config.pause_s:
+                        await self._stopped.wait(float(self.world.rng.exponential(config.pause_s)))
+        except Refused as refusal:
+            self.journal("dismissed", reason=refusal.reason)
+        finally:
+            self._stopped.set()
+
+    async def _reach(self, target: str, message: Message) -> Any:
+        """Call until somebody answers, however long it is cut off; None when stopped first. Raises Refused."""
         while not self._stopped.is_set():
             try:
-                assignment = await call_patiently(self.world, config.orchestrator, AskWork(key), config.patience)
-            except Refused as refusal:
-                self.journal("dismissed", reason=refusal.reason)
-                break
-            if assignment.done:
-                break
-            await self._do(assignment)
-            self.tasks_done += 1
-            if config.pause_s:
-                await self._stopped.wait(float(self.world.rng.exponential(config.pause_s)))
-        self._stopped.set()
+                return await call_patiently(self.world, target, message, self.config.patience)
+            except (Timeout, Unreachable) as error:
+                self.journal("cut_off", target=target, message=type(message).__name__, reason=error.reason)
+                await self._stopped.wait(self.config.patience.wait_s_max)
+        return None
 
     async def _beat(self) -> None:
         """Say that this node is alive, for as long as it works. A beat that is lost is lost."""
