@@ -19,6 +19,8 @@ from sim.world import SimFabric
 SECOND_NS = 1_000_000_000
 OPEN_MAX = 1000
 TASKS_MAX = 1000
+LOST_AFTER_S = 120.0
+"""A message that is on no link and has not come after so long was lost: no delay of a path is near that."""
 
 
 class Reasons:
@@ -46,9 +48,9 @@ class Reasons:
         if callee.hung:
             return f"{callee.name} hangs"
         if call.came_ns < 0:
-            return self._on_the_way(call.caller.index, callee.index, "the call", reply=False)
+            return self._on_the_way(call.caller.index, callee.index, "the call", call.begun_ns, reply=False)
         if call.answered_ns >= 0:
-            return self._on_the_way(callee.index, call.caller.index, "the answer", reply=True)
+            return self._on_the_way(callee.index, call.caller.index, "the answer", call.answered_ns, reply=True)
         if callee.device_free_ns > self.now_ns:
             return f"device of {callee.name} busy until {callee.device_free_ns / SECOND_NS:.3f} s"
         if callee.calls:
@@ -56,14 +58,15 @@ class Reasons:
             return f"{callee.name} itself waits for {target} to answer {kind}, since {since_ns / SECOND_NS:.3f} s"
         return f"{callee.name} serves it and waits for another of its own tasks"
 
-    def _on_the_way(self, source: int, target: int, what: str, *, reply: bool) -> str:
+    def _on_the_way(self, source: int, target: int, what: str, left_ns: int, *, reply: bool) -> str:
         names = self.fabric.by_index
         if (sentence := self.fabric.carrier.unreachable(source, target, reply=reply)) is not None:
             return sentence
         if self.carrier is None or not self.flows[source, target]:
-            if self.nothing_left:
-                return f"{what} was lost between {names[source].name} and {names[target].name}"
-            return f"{what} is on its way from {names[source].name} to {names[target].name}, or was lost"
+            way = f"{what} left {names[source].name} for {names[target].name} at {left_ns / SECOND_NS:.3f} s"
+            if self.nothing_left or self.now_ns - left_ns > LOST_AFTER_S * SECOND_NS:
+                return f"{way} and was lost"
+            return f"{way}, all its bytes are off the links, and it has not come yet"
         links = self.carrier.network.path(source, target, reply=reply).links
         fullest = max(links, key=lambda link: self.load[link])
         where = f"the path from {names[source].name} to {names[target].name}"

@@ -1,4 +1,4 @@
-"""A small swarm in which everything happens: churn, restarts, crashes, hangs, lost messages, cheats. No model is run."""
+"""A small swarm in which everything happens: churn, restarts, crashes, hangs, lost messages, cheats. No model runs."""
 
 from __future__ import annotations
 
