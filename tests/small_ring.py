@@ -58,9 +58,11 @@ def config_of(stages, **changes):
 class SmallRing:
     """Nodes of one ring in one process, and a client."""
 
-    def __init__(self, checkpoint, stages, *, spares=0, log=None, line=None, parts=None, stage=None, **changes):
+    def __init__(
+        self, checkpoint, stages, *, spares=0, log=None, line=None, options=None, cheats=None, stage=None, **changes
+    ):
         self.fabric = LocalFabric(run_seed=1)
-        self.checkpoint, self.line, self.parts = checkpoint, line, parts or {}
+        self.checkpoint, self.line, self.options, self.cheats = checkpoint, line, options or {}, cheats or {}
         self.stage_config = stage or StageConfig(hop_timeout_s=5.0)
         self.names = [f"s{i}" for i in range(stages + spares)]
         self.nodes = {name: Identity.from_seed(1, name).public_key for name in self.names}
@@ -80,9 +82,9 @@ class SmallRing:
 
     def start(self, name):
         world = self.worlds[name] = self.fabric.node(name, self.line)
-        parts = self.parts.get(name) or torch_parts(self.checkpoint, dtype=self.config.dtype, device="cpu")
+        parts = torch_parts(self.checkpoint, dtype=self.config.dtype, device="cpu")
         identity = Identity.from_seed(1, name)
-        self.stages[name] = Stage(world, self.stage_config, identity, parts, journal=self.journal(name))
+        self.stages[name] = Stage(world, self.stage_config, identity, parts, self.journal(name))
         return self.stages[name]
 
     def run(self, main):

@@ -8,13 +8,14 @@ Shapes: n rows, T new tokens of the longest row, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from refimpl.model.attention import AttentionKernel
 from refimpl.model.cache import KVCache
 from refimpl.model.sampler import Sampling, sample
 from refimpl.model.transformer import Decoder
@@ -39,17 +40,25 @@ class Made:
 
 
 class StageCompute:
-    """Layers `decoder.layer_range` with caches for `micro_batches` x `rows` sequences."""
+    """Layers `decoder.layer_range` with caches for `micro_batches` x `rows` sequences. `dtype`: what activations travel
+    in (None: the decoder's own); a stage that computes in another one is honest noise."""
 
     def __init__(
-        self, decoder: Decoder, *, micro_batches: int, rows: int, capacity_tokens: int, sampling: Sampling
+        self,
+        decoder: Decoder,
+        *,
+        micro_batches: int,
+        rows: int,
+        capacity_tokens: int,
+        sampling: Sampling,
+        dtype: str | None = None,
     ) -> None:
         self.decoder, self.sampling = decoder, sampling
         self.size: ModelSize = decoder.config.size(decoder.layer_range)
         self.caches: list[KVCache] = [
             decoder.new_cache(batch=rows, capacity=capacity_tokens) for _ in range(micro_batches)
         ]
-        self.dtype = str(decoder.dtype).removeprefix("torch.")
+        self.dtype = dtype or str(decoder.dtype).removeprefix("torch.")
 
     @property
     def memory_bytes(self) -> int:
@@ -102,7 +111,7 @@ class StageCompute:
             for at, row in enumerate(made.rows):
                 tokens_nT[at, : row.new] = torch.tensor(row.tokens)
             return tokens_nT.to(device)
-        flat_D = _tensor(states).to(device)
+        flat_D = _tensor(states).to(device, self.decoder.dtype)
         if not ragged:
             return flat_D.view(len(new), width, -1)
         hidden_nTD = flat_D.new_zeros(len(new), width, flat_D.shape[1])
@@ -123,9 +132,8 @@ class StageCompute:
         tokens, logprobs = sample(logits, seeds.to(logits.device), positions.to(logits.device), self.sampling)
         return tokens.to("cpu", torch.int32).numpy(), logprobs.cpu().numpy()
 
-    @staticmethod
-    def _travel(flat_D: torch.Tensor) -> np.ndarray:
-        flat_D = flat_D.detach().cpu().contiguous()
+    def _travel(self, flat_D: torch.Tensor) -> np.ndarray:
+        flat_D = flat_D.detach().to("cpu", DTYPES[self.dtype]).contiguous()
         if flat_D.dtype == torch.bfloat16:
             return flat_D.view(torch.int16).numpy().view(np.uint16)
         return flat_D.numpy()
@@ -166,22 +174,36 @@ def toploc_commit(hidden: int, dtype: str, *, chunk_tokens: int, top_k: int) -> 
     return commit
 
 
-def torch_parts(path: str | Path, *, dtype: str = "bfloat16", device: str = "auto") -> Parts:
-    """What a stage is made of that runs the checkpoint folder `path`: only the layers of its seat are read."""
+def torch_parts(
+    path: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    wire: str | None = None,
+    attention: AttentionKernel = "sdpa",
+    device: str = "auto",
+    change: Callable[[Decoder], Decoder] = lambda decoder: decoder,
+) -> Parts:
+    """What a stage is made of that runs the checkpoint folder `path`: only the layers of its seat are read.
+
+    `wire`: what activations travel in (None: `dtype`). `change`: applied to the layers, by who runs others than agreed.
+    """
 
     def load(plan: RingPlan, member: Member) -> StageCompute:
-        decoder = load_decoder(path, layers=range(member.first, member.end), dtype=DTYPES[dtype], device=device)
+        layers = range(member.first, member.end)
+        decoder = load_decoder(path, layers=layers, dtype=DTYPES[dtype], device=device, attention=attention)
         config = decoder.config
         for field, theirs, ours in (("layers", plan.layers, config.layers), ("hidden", plan.hidden, config.hidden)):
             if theirs != ours:
                 raise ValueError(f"{field}: the plan says {theirs}, the checkpoint {ours}")
-        sampling = Sampling(temperature=plan.sampling_temperature, top_k=plan.sampling_top_k, top_p=plan.sampling_top_p)
         return StageCompute(
-            decoder,
+            change(decoder),
             micro_batches=plan.micro_batches,
             rows=plan.rows,
             capacity_tokens=plan.capacity_tokens,
-            sampling=sampling,
+            sampling=Sampling(
+                temperature=plan.sampling_temperature, top_k=plan.sampling_top_k, top_p=plan.sampling_top_p
+            ),
+            dtype=wire,
         )
 
     def commit(plan: RingPlan) -> Commit:

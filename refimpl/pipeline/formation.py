@@ -160,7 +160,8 @@ class Formation:
         return rows
 
     # -------------------------------------------------------------------------------------------------------- sending
-    def _commitments(self, made: Pass, states: np.ndarray) -> tuple[tuple[Commitment, ...], list[Row]]:
+    def commitments(self, made: Pass, states: np.ndarray) -> tuple[tuple[Commitment, ...], list[Row]]:
+        """The commitments to the chunks that this pass completes, and its activations by row."""
         assert self.chunks is not None
         rows = self.rows_of(made, states)
         done: list[Commitment] = []
@@ -174,14 +175,14 @@ class Formation:
         """(commitments, signature) of the message that carries these activations, empty if the ring is unsigned."""
         if self.sender is None:
             return (), b""
-        commitments, rows = self._commitments(made, states)
+        commitments, rows = self.commitments(made, states)
         return commitments, self.sender.seal(made.number, rows, commitments).signature
 
     def seal_drawn(self, made: Pass, drawing: Sequence[HeldRow], result: Any) -> tuple[tuple[Commitment, ...], bytes]:
         """The last stage's: it commits to its normed states, and signs the tokens that it drew."""
         if self.sender is None:
             return (), b""
-        commitments, _ = self._commitments(made, result.states)
+        commitments, _ = self.commitments(made, result.states)
         tokens = [] if result.tokens is None else result.tokens.tolist()
         rows = token_rows(drawing, tokens)
         return commitments, self.sender.seal(made.number, rows, commitments).signature

@@ -23,14 +23,29 @@ import numpy as np
 
 from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
-from refimpl.pipeline.blame import Receipt, SignedDigest, Verdict, settle
+from refimpl.pipeline.blame import Exhibit, Receipt, Verdict, leaf_of, settle
 from refimpl.pipeline.formation import Formation, drawn_digest, token_rows, verify_link
-from refimpl.pipeline.messages import Announce, Complete, Completed, Drawn, FileComplaint, ReportTrouble, Taken
+from refimpl.pipeline.messages import (
+    Announce,
+    AskEvidence,
+    Complete,
+    Completed,
+    Drawn,
+    Evidence,
+    FileComplaint,
+    ReportTrouble,
+    RingPlan,
+    Taken,
+)
 from refimpl.pipeline.requests import Kept, RequestLog
 from refimpl.pipeline.ring import Ring, RingConfig
 from refimpl.pipeline.schedule import Drift, HeadSchedule, Pass, Request
 from refimpl.pipeline.stage import Stage
 from refimpl.world import Refused, Signal, World
+
+
+class RingOver(ValueError):
+    """The ring ended before the answers were complete. Takes exactly one argument: the sentence."""
 
 
 class Head:
@@ -59,7 +74,10 @@ class Head:
             chunk_tokens=config.prefill_tokens,
         )
         self.verdicts: list[Verdict] = []
-        self.last_digests: list[SignedDigest] = []  # what the last stage signed in this epoch
+        self.drawn: dict[int, list[Exhibit]] = {}  # by epoch, what the last stage signed, where evidence is kept
+        self.plans: dict[int, RingPlan] = {}  # by epoch
+        self.finished: dict[int, int] = {}  # request -> the epoch in which it was completed
+        self.over = ""  # the reason, once this ring cannot go on
         self._awake: Signal = world.signal()
         self._stopped = False
         self._done: dict[int, Signal] = {}
@@ -78,6 +96,7 @@ class Head:
                 Drawn: self._drawn,
                 FileComplaint: self._complaint,
                 ReportTrouble: self.ring.trouble,
+                AskEvidence: self._evidence,
                 Announce: self.ring.announce,
             }
         )
@@ -108,7 +127,7 @@ class Head:
 
     def _begin_epoch(self) -> None:
         """Everything that was live is prefilled again."""
-        self.last_digests = []
+        self.plans[self.ring.epoch] = self.ring.formation.plan
         self._sent_at.clear()
         self._vain = min(self._vain + 1, 6) if self.schedule.number else 0
         self.schedule.restart(keep_chunk=self._keep_chunk, epoch=self.ring.epoch)
@@ -145,7 +164,7 @@ class Head:
         """Answers to these prompts; an id that was asked for before is answered from the record.
 
         Raises `TooLong` before any work when one of them does not fit a cache row, ValueError for one that asks for
-        nothing.
+        nothing, `RingOver` when the ring ended first.
         """
         wanted = list(zip(ids, prompts, max_new_tokens, seeds, strict=True))
         fresh = [item for item in wanted if item[0] not in self.log.requests]
@@ -158,6 +177,8 @@ class Head:
         for request in kept:
             if not request.reason:
                 await self._done[request.number].wait()
+        if self.over and not all(request.reason for request in kept):
+            raise RingOver(self.over)
         return kept
 
     def _queue(self, kept: Kept) -> None:
@@ -213,7 +234,10 @@ class Head:
         signed = drawn_digest(formation.plan, drawn.number, rows, drawn.commitments, drawn.signature)
         if not signed.holds(verify_link):
             raise Refused(f"pass {drawn.number}: the signature is not the last stage's over these tokens")
-        self.last_digests.append(signed)
+        if formation.plan.keep_evidence:
+            leaves = tuple(leaf_of(request, first, 1, data) for request, first, data in rows)
+            shown = [Exhibit(signed, leaves, at, data) for at, (_, _, data) in enumerate(rows)]
+            self.drawn.setdefault(drawn.epoch, []).extend(shown or [Exhibit(signed, (), -1, b"")])
         return formation.sign(Receipt.content(signed.digest))
 
     def _came(self, epoch: int, number: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -228,8 +252,25 @@ class Head:
         self._vain = 0
         for end in finished:
             self.log.done(end.request, end.reason)
+            self.finished[end.request] = epoch
             self._done[end.request].set()
         self._awake.set()
+
+    def _end(self, reason: str) -> None:
+        """This ring cannot go on: its requests stay on the record, unfinished."""
+        self.over = reason
+        self.journal("over", reason=reason)
+        self.stop()
+        for done in self._done.values():
+            done.set()
+
+    async def _evidence(self, source: str, message: AskEvidence) -> Message:
+        """The first stage's own digests, and what the last stage signed: its commitments and the tokens drawn."""
+        own = self.stage.evidence(message)
+        drawn = self.drawn.get(message.epoch, [])
+        digests = {exhibit.signed.digest.number: exhibit.signed for exhibit in drawn}
+        wanted = [e for e in drawn if e.row >= 0 and e.leaves[e.row].request in message.requests]
+        return Evidence(own.said, tuple(digests.values()), tuple(wanted))
 
     # ----------------------------------------------------------------------------------------------------- complaints
     async def _complaint(self, source: str, message: FileComplaint) -> Message:
@@ -255,7 +296,8 @@ class Head:
         if verdict.culprit is not None:
             name = formation.plan.members[keys.index(verdict.culprit)].name
             if name == self.world.name:
-                raise Refused("the head's own stage is convicted: this ring is over")
+                self._end(f"the head's own stage is convicted: {verdict.reason}")
+                return Ok()
             self.ring.banned.add(name)
             self._keep_chunk = formation.plan.chunk_tokens
             self.ring.unseat([name])

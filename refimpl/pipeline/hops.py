@@ -74,6 +74,7 @@ class HopSender:
         self.bytes_per_token = bytes_per_token
         self._sign = sign
         self._sealed: dict[int, SignedDigest] = {}
+        self.said: list[SignedDigest] = []  # all of it, to be shown where the receiver shows nothing
 
     def seal(self, number: int, rows: Sequence[Row], commitments: Sequence[Commitment]) -> SignedDigest:
         """The signed digest of message `number`. Said again, it is the same to the bit; other bytes are refused."""
@@ -86,6 +87,7 @@ class HopSender:
                 raise ValueError(f"message {number} was signed with other contents: signing it twice would convict us")
             return self._sealed[number]
         self._sealed[number] = SignedDigest(digest, self._sign(digest.content()))
+        self.said.append(self._sealed[number])
         return self._sealed[number]
 
     def confirm(self, receipt: Receipt, verify: Verify) -> bool:

@@ -40,6 +40,17 @@ class Judgement:
     reason: str
 
 
+class NotShown(Exception):
+    """A stage did not answer when it was to show its input. Takes exactly one argument: the stage's index."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__(stage)
+
+    @property
+    def stage(self) -> int:
+        return int(self.args[0])
+
+
 def first_deviating_stage(deviates: Sequence[Sequence[bool]]) -> int | None:
     """The first stage with any deviating chunk; None: all agree. `deviates[s][c]`: does stage s's commitment to chunk c
     deviate from the replay?
@@ -74,7 +85,8 @@ def trial(accused: int, follows: Callable[[int], bool]) -> int | None:
     """The guilty stage, beginning with the accused one; None: every output follows from its input, so it was noise.
 
     `follows(s)`: does what stage s signed follow from what stage s - 1 signed for it, when the layers of s are run on
-    exactly that input? False also where s cannot show its input: an honest stage keeps it until the verdict.
+    exactly that input? False also where s answers and cannot show its input: an honest stage keeps it until the
+    verdict. It raises `NotShown` where s does not answer: nobody is blamed for having died.
     """
     stage = accused
     while follows(stage):
@@ -106,10 +118,9 @@ def judge_group(
 
     def judged(accepted: bool, blamed: set[int], reason: str, decided: bool = True) -> Judgement:
         paid = tuple(s for s in everyone if decided and s not in blamed)
-        guilty = tuple(sorted(blamed))
-        return Judgement(
-            accepted=accepted, decided=decided, blamed=guilty, paid=paid, links=tuple(links), reason=reason
-        )
+        soft = tuple(links)
+        guilty_ones = tuple(sorted(blamed))
+        return Judgement(accepted=accepted, decided=decided, blamed=guilty_ones, paid=paid, links=soft, reason=reason)
 
     convicted = {members.index(v.culprit): v.reason for v in settled if v.culprit in members}
     convicted |= dict.fromkeys(disowning, "told the verifier another commitment than its successor")
@@ -124,7 +135,12 @@ def judge_group(
         return judged(True, set(), "the final state agrees with the replay")
     accused = first_deviating_stage(deviates)
     assert accused is not None
-    guilty = accused if follows is None else trial(accused, follows)
+    try:
+        guilty = accused if follows is None else trial(accused, follows)
+    except NotShown as silence:
+        trouble = LinkTrouble(silence.stage - 1, silence.stage, "the receiver does not show what it was sent")
+        links = [*links, trouble]
+        return judged(False, set(), f"stage {silence.stage} does not answer: undecided", decided=False)
     if guilty is None:
         return judged(False, set(), f"stage {accused} deviates first, but every output follows from its input: noise")
     moved = "" if guilty == accused else f" (stage {accused} deviates first, and showed that it was fed so)"

@@ -203,7 +203,7 @@ class Announce(Message):
 @wire
 @dataclass(frozen=True)
 class AskEvidence(Message):
-    """Verifier -> stage: what did your predecessor sign, and what did it send you of these requests?"""
+    """Verifier -> stage: what did you sign, what did your predecessor, and what did it send you of these requests?"""
 
     epoch: int
     requests: tuple[int, ...]  # whose bytes are wanted too; digests always come
@@ -212,10 +212,11 @@ class AskEvidence(Message):
 @wire
 @dataclass(frozen=True)
 class Evidence(Message):
-    """A stage's evidence: all digests of its predecessor in an epoch, and the exhibits asked for."""
+    """A stage's evidence about one epoch. The head's is about the last stage: the tokens that it drew."""
 
-    digests: tuple[SignedDigest, ...]
-    exhibits: tuple[Exhibit, ...]
+    said: tuple[SignedDigest, ...]  # its own digests
+    received: tuple[SignedDigest, ...]  # its predecessor's
+    exhibits: tuple[Exhibit, ...]  # the bytes asked for, as the predecessor signed them
 
 
 @wire

@@ -51,6 +51,9 @@ from refimpl.pipeline.schedule import Drift, HeldRow, Pass
 from refimpl.work import Seconds
 from refimpl.world import CallError, Refused, Signal, Timeout, Unreachable, World
 
+EPOCHS_KEPT = 16
+"""Evidence of so many formations is kept, where the plan asks for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
@@ -71,6 +74,7 @@ class Stage:
     ) -> None:
         self.world, self.config, self.identity, self.parts, self.journal = world, config, identity, parts, journal
         self.formation: Formation | None = None
+        self._past: dict[int, Formation] = {}  # earlier epochs, where evidence is kept
         self._loaded: tuple[tuple[int, ...], Compute] | None = None
         self._awake: Signal = world.signal()
         self._stopped = False
@@ -133,6 +137,9 @@ class Stage:
         if fault := plan.faults():
             raise Refused(fault)
         compute = await self._load(plan, member)
+        if self.formation is not None and self.formation.plan.keep_evidence:
+            self._past[self.formation.plan.epoch] = self.formation
+            self._past.pop(plan.epoch - EPOCHS_KEPT, None)
         self.formation = Formation(plan, at, compute, self.identity, self.parts.commit(plan))
         for waiting in self._waiting.values():
             waiting.set()
@@ -287,8 +294,7 @@ class Stage:
         self.world.spawn(self._send(ring, message, made.number), "send")
         return None
 
-    @staticmethod
-    def _message(ring: Formation, made: Pass, drawing: Sequence[HeldRow], result: Any) -> Message | None:
+    def _message(self, ring: Formation, made: Pass, drawing: Sequence[HeldRow], result: Any) -> Message | None:
         """What goes on: activations to the successor, or tokens to the head; None in a ring of one."""
         if not ring.last:
             return hop_of(made, result.states, *ring.seal(made, result.states))
@@ -351,15 +357,20 @@ class Stage:
         return ProgressReport(ring.plan.epoch, ring.taken, ring.computed, ring.delivered.count)
 
     async def _evidence(self, source: str, message: AskEvidence) -> Message:
-        ring = self._ring(message.epoch)
+        return self.evidence(message)
+
+    def evidence(self, message: AskEvidence) -> Evidence:
+        """What this stage can show of an epoch. Raises `Refused` where it has nothing of it."""
+        ring = self._past.get(message.epoch) or self._ring(message.epoch)
+        said = () if ring.sender is None else tuple(ring.sender.said)
         if ring.receiver is None:
-            return Evidence((), ())
+            return Evidence(said, (), ())
         exhibits = [e for request in message.requests for e in ring.receiver.defence(request)]
-        return Evidence(tuple(ring.receiver.digests()), tuple(exhibits))
+        return Evidence(said, tuple(ring.receiver.digests()), tuple(exhibits))
 
     async def _forget(self, source: str, message: Forget) -> Message:
-        ring = self.formation
-        if ring is not None and ring.receiver is not None:
-            for request in message.requests:
-                ring.receiver.forget(request)
+        for ring in (self.formation, *self._past.values()):
+            if ring is not None and ring.receiver is not None:
+                for request in message.requests:
+                    ring.receiver.forget(request)
         return Ok()

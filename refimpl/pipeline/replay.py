@@ -1,0 +1,108 @@
+"""The verifier's arithmetic: the right activations at every boundary, and one stage run on given bytes. [torch]
+
+One prefill of the whole model over prompt and answer, cut where the ring is cut. Commitments are compared by the rule
+of TOPLOC (`refimpl.toploc.check`); in a trial, where both sides' bytes are there, whole tensors are compared, because a
+commitment says nothing about the numbers outside the top K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from refimpl.model.transformer import Decoder
+from refimpl.model.weights import load_decoder
+from refimpl.pipeline.blame import Commitment
+from refimpl.toploc.check import PRESETS, Thresholds, verify_proofs
+from refimpl.work import Forward, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """How a ring's commitments are compared."""
+
+    chunk_tokens: int = 32
+    top_k: int = 128
+    thresholds: Thresholds = PRESETS["paper"]
+    relative_error_max: float = 0.05  # of a tensor in a trial, by norm; honest noise is far below
+
+
+class RingReplay:
+    """Stages `cuts` of the checkpoint `path`, run one after another."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        cuts: Sequence[int],
+        *,
+        wire_dtype: str,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "auto",
+        settings: ReplaySettings | None = None,
+    ) -> None:
+        self.settings = settings or ReplaySettings()
+        self.wire_dtype = torch.bfloat16 if wire_dtype == "bfloat16" else torch.float32
+        edges = (0, *cuts)
+        self.stages: list[Decoder] = [
+            load_decoder(path, layers=range(edges[at], edges[at + 1]), dtype=dtype, device=device)
+            for at in range(len(cuts))
+        ]
+
+    def work(self, tokens: Sequence[int]) -> Work:
+        """One prefill of the whole model."""
+        return Forward(model=self.stages[0].config.size(), batch=1, new_tokens=len(tokens))
+
+    @torch.inference_mode()
+    def boundaries(self, tokens: Sequence[int]) -> list[torch.Tensor]:
+        """bf16 [T, D] of each stage's output; the last is the normed state."""
+        states = torch.tensor([list(tokens)], dtype=torch.int64, device=self.stages[0].device)
+        right = []
+        for stage in self.stages:
+            states = stage(states)
+            right.append(states[0].to(torch.bfloat16))
+        return right
+
+    def deviates(self, boundaries: list[torch.Tensor], stage: int, commitments: Sequence[Commitment]) -> list[bool]:
+        """Chunk by chunk: is the commitment not within honest noise of the right activations?"""
+        return [self._deviates(boundaries[stage], c) for c in commitments]
+
+    def _deviates(self, states_TD: torch.Tensor, commitment: Commitment) -> bool:
+        s = self.settings
+        first = commitment.chunk * s.chunk_tokens
+        chunk_TD = states_TD[first : first + s.chunk_tokens]
+        if len(chunk_TD) != commitment.tokens:
+            return True
+        verdict = verify_proofs(
+            chunk_TD, [commitment.commitment], thresholds=s.thresholds, chunk_tokens=s.chunk_tokens, top_k=s.top_k
+        )
+        return not verdict.accepted
+
+    @torch.inference_mode()
+    def follows(
+        self, stage: int, tokens: Sequence[int], fed: bytes | None, sent: bytes | None, stated: Sequence[Commitment]
+    ) -> bool:
+        """Run one stage's layers on exactly what it was fed; compare with all that it sent, or committed to."""
+        decoder = self.stages[stage]
+        if fed is None:
+            inputs = torch.tensor([list(tokens)], dtype=torch.int64, device=decoder.device)
+        else:
+            inputs = self._read(fed).to(decoder.device)[None]
+            if inputs.shape[1] != len(tokens) or not bool(inputs.isfinite().all()):
+                return True  # it was fed what nobody can compute on: not its fault
+        right_TD = decoder(inputs)[0]
+        if sent is None:
+            right = right_TD.to(torch.bfloat16)
+            return not any(self._deviates(right, c) for c in stated)
+        error = (self._read(sent).to(right_TD.device).float() - right_TD.float()).norm()
+        return bool(error <= self.settings.relative_error_max * right_TD.float().norm())
+
+    def _read(self, data: bytes) -> torch.Tensor:
+        hidden = self.stages[0].config.hidden
+        if self.wire_dtype == torch.bfloat16:
+            bits = np.frombuffer(data, np.int16).copy()
+            return torch.from_numpy(bits).view(torch.bfloat16).view(-1, hidden)
+        return torch.from_numpy(np.frombuffer(data, np.float32).copy()).view(-1, hidden)
