@@ -98,3 +98,6 @@ class Oversight:
             self.trace.write(folder / "trace.json")
         if self.failure:
             (folder / "failure.txt").write_text(self.failure, encoding="utf-8")
+        for world in self.fabric.by_index:  # what was under way when the run ended is never gone on with
+            for task in list(world.tasks):
+                task.kill()

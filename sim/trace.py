@@ -83,13 +83,15 @@ class Trace:
             return arrived
 
         def drawn() -> None:
+            if self._is_full(sent_ns):
+                return arrived()
             now_ns = cast(int, source.fabric.kernel._now)
             latency_ns = min(int(self.latency_s(source.index, target.index, reply) * 1e9), now_ns - sent_ns)
             self._flows += 1
             to = {"bytes": size, "flow": self._flows}
             self._add(source, SEND, sent_ns, now_ns - latency_ns, f"{kind} to {target.name}", **to)
             self._add(target, RECEIVE, sent_ns + latency_ns, now_ns, f"{kind} from {source.name}", **to)
-            arrived()
+            return arrived()
 
         return drawn
 

@@ -158,7 +158,7 @@ class SimWorld:
         self.disk_full = False
         self._unheard: list[tuple[SimWorld, Message, Event]] = []  # calls that came while it hung
         self.handlers: dict[type[Message], Handler] = {}
-        self.tasks: set[Task] = set()
+        self.tasks: dict[Task, None] = {}  # in the order begun: a set's order would differ from run to run
         self.calls: dict[Event, tuple[str, str, int, int]] = {}  # open calls: target, message, since when, until when
         self.device_free_ns = 0  # when the device will have done all that it was asked
         self._device_ns = 0  # all that it was asked
@@ -243,12 +243,12 @@ class SimWorld:
         serving[reply] = source
 
         def ended(task: Task, ok: bool, value: Any) -> None:
-            self.tasks.discard(task)
+            self.tasks.pop(task, None)
             serving.pop(reply, None)
             self._answer(source, reply, kind, ok, value)
 
         task = Task(self.fabric.kernel, self.index, coroutine, ended, f"handler of {kind}")
-        self.tasks.add(task)
+        self.tasks[task] = None
         return task.wait_for(awaited)
 
     def _answer(self, source: SimWorld, reply: Event, kind: str, ok: bool, value: Any) -> None:
@@ -288,7 +288,7 @@ class SimWorld:
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str = "") -> None:
         def ended(task: Task, ok: bool, value: Any) -> None:
-            self.tasks.discard(task)
+            self.tasks.pop(task, None)
             if not ok:
                 self.fabric.report(TaskFailure(self.name, task.label, value))
 
@@ -296,7 +296,7 @@ class SimWorld:
 
     def _start(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[Task, bool, Any], None], label: str) -> None:
         task = Task(self.fabric.kernel, self.index, coroutine, ended, label)
-        self.tasks.add(task)
+        self.tasks[task] = None
         task.start_soon()
 
     async def gather(self, *coroutines: Coroutine[Any, Any, Any]) -> list[Any]:
@@ -309,7 +309,7 @@ class SimWorld:
         def ended_at(place: int) -> Callable[[Task, bool, Any], None]:
             def ended(task: Task, ok: bool, value: Any) -> None:
                 nonlocal left
-                self.tasks.discard(task)
+                self.tasks.pop(task, None)
                 outcomes[place] = (ok, value)
                 left -= 1
                 if left == 0:

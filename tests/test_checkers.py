@@ -194,7 +194,8 @@ PLANTS: list[tuple[str, Callable[[View], None]]] = [
 def test_each_fires_on_its_planted_violation(view: View, checker: str, plant: Callable[[View], None]) -> None:
     plant(view)
     found = check(view)
-    assert {violation.checker for violation in found} == {checker}, "the others are silent"
+    also = {"ledger_conserves"} if plant is credited_after_ejection else set()  # nobody had earned that either
+    assert {violation.checker for violation in found} == {checker} | also, "the others are silent"
 
 
 def test_one_assignment_that_crossed_the_ejection_is_no_violation(view: View) -> None:
