@@ -26,6 +26,7 @@ from sim.checkers import Violation, as_json
 from sim.churn import ChurnEvent, churn_events
 from sim.explain import FINISHED
 from sim.hardware import find_device
+from sim.jitter import NO_JITTER, Jitter
 from sim.life import Life
 from sim.network import Network
 from sim.oversight import Oversight
@@ -34,8 +35,10 @@ from sim.record import EventLog, read_events
 from sim.regions import region_set
 from sim.report import write_report
 from sim.scenario import Member, Scenario
+from sim.transport import FAIR, TCP
 from sim.world import SimFabric, SimWorld
 
+TRANSPORTS = {"fair": FAIR, "tcp": TCP}
 BOUNDS = {"paper": (38.0, 10.0), "deployed": (60.0, 40.0)}  # mismatches and mean error, for drawing
 
 
@@ -115,7 +118,20 @@ def journal_for(world: SimWorld) -> Callable[..., None]:
 def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Network]:
     """The scenario's nodes on its network, none of them up yet."""
     borders = any(fault.kind == "partition" for fault in scenario.faults)
-    network = Network(regions=scenario.network.regions, jitter_ms=scenario.network.jitter_ms, borders=borders)
+    links = scenario.network
+    network = Network(
+        regions=links.regions,
+        jitter_ms=links.jitter_ms,
+        jitter=NO_JITTER if links.jitter is None else Jitter(links.jitter.kind, links.jitter.parameters),
+        transport=TRANSPORTS[links.transport],
+        hole_punching=links.hole_punching,
+        single_flow_bound=links.single_flow_bound,
+        borders=borders,
+    )
+    for site in links.sites:
+        network.add_site(site.name, uplink_mbit_s=site.uplink_mbit_s, downlink_mbit_s=site.downlink_mbit_s)
+    for trunk in links.trunks:
+        network.add_trunk(trunk.region, out_mbit_s=trunk.out_mbit_s, in_mbit_s=trunk.in_mbit_s)
     fabric = SimFabric(
         run_seed=seed,
         carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(seed, "network")),
@@ -134,6 +150,7 @@ def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Netw
             loss_fraction=group.loss_fraction,
             nat=group.nat,
             relay=place_of[group.relay] if group.relay is not None else None,
+            sites=group.sites,
         )
     return fabric, network
 

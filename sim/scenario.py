@@ -19,8 +19,11 @@ from refimpl.attacks.names import BEHAVIOURS
 from sim.catalogue import CatalogueError, Strict, UnknownDevice, explain, read_toml
 from sim.churn import ChurnSpec
 from sim.faults import FaultPart
-from sim.hardware import find_device
+from sim.hardware import OutOfMemory, find_device
+from sim.jitter import Jitter
+from sim.model_sizes import MODEL_SIZES
 from sim.regions import Regions, UnknownRegion, region_set
+from sim.roofline import forward_memory
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 
@@ -87,11 +90,56 @@ class LedgerPart(Strict):
     rejections_to_eject: int = Field(1, ge=1)
 
 
+class JitterPart(Strict):
+    """A random delay on top of each message's latency, by a named law; see `sim/jitter.py` for their parameters."""
+
+    kind: Literal["uniform", "normal", "lognormal", "pareto", "exponential", "latency_factor"]
+    parameters: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> JitterPart:
+        Jitter(self.kind, self.parameters)  # says what is wrong
+        return self
+
+
+class TrunkPart(Strict):
+    """What everything that leaves and enters a region shares."""
+
+    region: str
+    out_mbit_s: float = Field(gt=0)
+    in_mbit_s: float = Field(gt=0)
+
+
+class SitePart(Strict):
+    """A line that the nodes of a place share: a campus, a data centre, a NAT box."""
+
+    name: str = Field(min_length=1)
+    uplink_mbit_s: float = Field(gt=0)
+    downlink_mbit_s: float = Field(gt=0)
+
+
 class NetworkPart(Strict):
-    """How far apart regions are."""
+    """How far apart regions are, and what lies between nodes beside their own lines."""
 
     regions: str | None = Field(None, description="a named set of region distances")
     jitter_ms: float = Field(0.0, ge=0, description="mean of an exponential delay on top of each message's latency")
+    jitter: JitterPart | None = Field(None, description="another law instead of jitter_ms")
+    transport: Literal["fair", "tcp"] = Field("fair", description="tcp: shares, factors and window of a TCP model")
+    hole_punching: bool = Field(False, description="nodes behind NATs reach each other without a relay")
+    single_flow_bound: bool = Field(False, description="no flow is faster than the region set's measured single flow")
+    trunks: tuple[TrunkPart, ...] = ()
+    sites: tuple[SitePart, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_jitter(self) -> NetworkPart:
+        if self.jitter is not None and self.jitter_ms:
+            raise ValueError("network has both jitter and jitter_ms; expected one of them")
+        sites, trunks = [site.name for site in self.sites], [trunk.region for trunk in self.trunks]
+        for what, names in (("site", sites), ("trunk of region", trunks)):
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(f"network has two entries for {what} {name!r}; expected one")
+        return self
 
 
 class NodeGroup(Strict):
@@ -109,6 +157,7 @@ class NodeGroup(Strict):
     loss_fraction: float = Field(0.0, ge=0, lt=1, description="of packets, on the access line")
     nat: Literal["open", "nat", "relay_only"] = "open"
     relay: str | None = Field(None, description="the open node through which others reach a node behind a NAT")
+    sites: tuple[str, ...] = Field((), description="shared lines on the way out, nearest first")
     life: ChurnSpec | None = Field(None, description="when it comes and goes; left out: always there")
 
 
@@ -146,6 +195,37 @@ class Scenario(Strict):
             self._check_fault(place, fault)
         return self
 
+    def _check_reach(self, group: NodeGroup) -> None:
+        """Services are called by everybody, so they must be reachable; a relay must be an open node."""
+        sites = {site.name for site in self.network.sites}
+        for site in group.sites:
+            if site not in sites:
+                raise ValueError(f"{group.name} is in site {site!r}; network.sites has {', '.join(sites) or 'none'}")
+        if group.relay is not None:
+            relays = [member for member in self.members() if member.name == group.relay]
+            if not relays or relays[0].group.nat != "open":
+                raise ValueError(f"{group.name} has the relay {group.relay!r}; an open node was expected")
+        if group.nat == "relay_only" and group.relay is None:
+            raise ValueError(f"{group.name} is relay_only and names no relay: it would be cut off")
+        if group.role != "worker" and group.nat != "open" and group.relay is None and not self.network.hole_punching:
+            raise ValueError(
+                f"{group.name} is a {group.role} behind a NAT without a relay: no worker could ever call it"
+            )
+
+    def _check_memory(self, group: NodeGroup) -> None:
+        """The model must fit the devices that are to run it, with the cache of a whole batch."""
+        if self.model.calibrated is None or group.role not in ("worker", "validator"):
+            return
+        if self.model.calibrated.size not in MODEL_SIZES:
+            known = ", ".join(MODEL_SIZES)
+            raise ValueError(f"model.calibrated.size is {self.model.calibrated.size!r}; known: {known}")
+        size, device = MODEL_SIZES[self.model.calibrated.size], find_device(group.device)
+        batch = self.task.batch if group.role == "worker" else 1
+        try:
+            device.require_memory(forward_memory(size, batch, self.task.answer_tokens_max), group.name)
+        except OutOfMemory as error:
+            raise ValueError(str(error)) from None
+
     def _check_fault(self, place: int, fault: FaultPart) -> None:
         if fault.start_s >= self.duration_s:
             raise ValueError(f"fault {place} starts at {fault.start_s} s; the run ends at {self.duration_s} s")
@@ -178,6 +258,8 @@ class Scenario(Strict):
                 raise ValueError(f"{group.name} is in region {group.region!r}, but network.regions names no set")
         except (UnknownDevice, UnknownRegion) as error:
             raise ValueError(f"{group.name}: {error}") from None
+        self._check_reach(group)
+        self._check_memory(group)
         if group.role != "worker" and group.behaviour != "honest":
             raise ValueError(f"{group.name} is a {group.role} that behaves {group.behaviour!r}; only workers can cheat")
         if group.behaviour not in BEHAVIOURS:

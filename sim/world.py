@@ -279,9 +279,9 @@ class SimWorld:
         back: Callable[[], None] = arrived
         if (watch := self.fabric.watch) is not None:
             back = watch.call_answered(reply, self, source, outcome, size, arrived)
-        if self.fabric.carrier.unreachable(self.index, source.index, reply=True) is None:
-            kind = None if carries_bulk(outcome) else type(outcome).__name__
-            self.fabric.carrier.send(self.index, source.index, size, back, kind, reply=True)
+        # over a line that is down or a closed border it stalls, and goes on when that is mended, as over a connection
+        kind = None if carries_bulk(outcome) else type(outcome).__name__
+        self.fabric.carrier.send(self.index, source.index, size, back, kind, reply=True)
 
     def serve(self, handlers: Mapping[type[Message], Handler]) -> None:
         self.handlers.update(handlers)

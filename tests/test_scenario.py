@@ -47,6 +47,24 @@ downlink_mbit_s = 100.0
 """
 
 
+CALIBRATED = 'calibrated = { size = "QwQ-32B", answer_tokens_median = 100.0 }'
+PARETO = "jitter = {{ kind = 'pareto', parameters = [{}] }}\n[model]"
+FAULT = """[[faults]]
+kind = "{}"
+start_s = {}
+end_s = {}
+nodes = ["{}"]
+[model]"""
+LIFE_OF_NOBODY = """[[nodes]]
+name = "ghost"
+role = "worker"
+device = "RTX 4090"
+uplink_mbit_s = 1.0
+downlink_mbit_s = 1.0
+life = { session = { kind = "exponential" } }
+[model]"""
+
+
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "bad.toml"
     path.write_text(text, encoding="utf-8")
@@ -88,6 +106,30 @@ def test_the_good_one_is_read_and_its_members_have_names_of_one_width(tmp_path: 
         ("[model]", '[network]\nregions = "aws"\n[model]', ["ledger has no region"]),
         ("count = 12", 'region = "Oregon"', ["worker is in region 'Oregon', but network.regions names no set"]),
         ('title = "t"', 'title = "t', ["bad.toml", "not valid TOML"]),
+        # disconnected
+        ('role = "validator"', 'role = "validator"\nnat = "nat"', ["validator", "behind a NAT without a relay"]),
+        ("count = 12", 'nat = "relay_only"', ["worker is relay_only and names no relay"]),
+        ("count = 12", 'nat = "nat"\nrelay = "moon"', ["relay 'moon'", "an open node"]),
+        ("count = 12", 'sites = ["campus"]', ["worker is in site 'campus'"]),
+        # impossible memory
+        ('path = "tests/data/tiny-model"', CALIBRATED, ["needs", "GB", "RTX 4090"]),
+        ("[model]", "[model]\ndtype = 8", ["dtype", "8"]),
+        ('path = "tests/data/tiny-model"', "", ["neither or both of path and calibrated"]),
+        ('path = "tests/data/tiny-model"', CALIBRATED.replace("QwQ-32B", "QwQ"), ["'QwQ'", "known: "]),
+        # faults
+        ("[model]", FAULT.format("hang", 50.0, 40.0, "worker"), ["end_s is 40.0", "after start_s, 50.0"]),
+        ("[model]", FAULT.format("hang", 500.0, 600.0, "worker"), ["starts at 500.0 s", "ends at 100.0 s"]),
+        ("[model]", FAULT.format("hang", 5.0, 6.0, "nobody"), ["strikes 'nobody'"]),
+        ("[model]", FAULT.format("melt", 5.0, 6.0, "worker"), ["kind", "'melt'"]),
+        ("[model]", FAULT.format("slow", 5.0, 6.0, "worker"), ["needs slowness"]),
+        ("[model]", FAULT.format("link", 5.0, 6.0, "worker"), ["changes nothing"]),
+        ("[model]", LIFE_OF_NOBODY, ["exponential", "mean_s"]),
+        (
+            "[model]",
+            "[network]\njitter_ms = 1.0\njitter = {kind = 'pareto', parameters = [0.1, 2.0]}\n[model]",
+            ["one of them"],
+        ),
+        ("[model]", "[network]\n" + PARETO.format("0.1"), ["pareto", "shape"]),
     ],
 )
 def test_each_kind_of_fault_is_named_with_its_value_and_what_was_expected(

@@ -1,0 +1,218 @@
+"""Comings, goings and faults on a small fabric: each does what it says, no more, and lets go of everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from refimpl.messages import Message, wire
+from refimpl.work import Seconds
+from refimpl.world import CallError, Timeout, Unreachable, derive_rng
+from sim.carrier import FlowCarrier
+from sim.churn import ChurnEvent
+from sim.faults import FaultPart
+from sim.life import Life
+from sim.network import Network
+from sim.world import SimFabric, SimWorld
+
+NS = 1_000_000_000
+
+
+@wire
+@dataclass(frozen=True)
+class Knock(Message):
+    number: int
+
+
+@wire
+@dataclass(frozen=True)
+class Load(Message):
+    raw: bytes
+
+
+def pricer(work: Any) -> float:
+    return float(work.duration_s)
+
+
+class Stage:
+    """A hub and some nodes that serve `Knock` and `Load`, one node's log of its starts, and a caller."""
+
+    def __init__(self, *nodes: str, churn: tuple[ChurnEvent, ...] = (), faults: tuple[FaultPart, ...] = ()) -> None:
+        self.network = Network(borders=True)
+        self.fabric = SimFabric(
+            run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, self.network, derive_rng(1, "network"))
+        )
+        self.names = ("hub", *nodes)
+        self.starts: list[tuple[float, str, bool]] = []
+        self.stops: list[tuple[float, str]] = []
+        for name in self.names:
+            self.fabric.node(name, pricer)
+            region = "east" if name == "hub" else "west"
+            self.network.add_node(name=name, uplink_mbit_s=8.0, downlink_mbit_s=8.0, latency_ms=1.0, region=region)
+        self.desk = self.fabric.node("(desk)")
+        self.life = Life(
+            self.fabric,
+            self.network,
+            prices=dict.fromkeys(self.names, pricer),
+            start=self._start,
+            stopped=lambda name: self.stops.append((self.fabric.now_s(), name)),
+        )
+        self.churn, self.faults = churn, faults
+
+    def _start(self, world: SimWorld, disk_kept: bool) -> None:
+        self.starts.append((self.fabric.now_s(), world.name, disk_kept))
+
+        async def answer(source: str, message: Any) -> Message:
+            await world.compute(Seconds(duration_s=1.0), lambda: None)
+            return Knock(1)
+
+        world.serve({Knock: answer, Load: answer})
+
+    def run(self, until_s: float, *calls: tuple[float, str, float]) -> list[Any]:
+        """Run, calling from the hub: (at, target, time-out). Returns (outcome, when) per call."""
+        outcomes: list[Any] = [None] * len(calls)
+
+        async def call(place: int, at_s: float, target: str, timeout_s: float) -> None:
+            await self.desk.sleep(at_s)
+            hub = self.fabric.nodes["hub"]
+            try:
+                await hub.call(target, Knock(place), timeout_s)
+                outcomes[place] = ("ok", self.fabric.now_s())
+            except CallError as error:
+                outcomes[place] = (type(error).__name__, self.fabric.now_s())
+
+        async def main() -> None:
+            faults = [(fault, list(fault.nodes)) for fault in self.faults]
+            self.life.begin(self.names, self.churn, faults)
+            for place, (at_s, target, timeout_s) in enumerate(calls):
+                self.desk.spawn(call(place, at_s, target, timeout_s))
+            await self.desk.sleep(until_s)
+
+        self.fabric.run(main(), node="(desk)")
+        return outcomes
+
+
+def event(time_s: float, node: str, kind: str, disk_kept: bool = True) -> ChurnEvent:
+    return ChurnEvent(round(time_s * NS), node, kind, disk_kept)  # type: ignore[arg-type]
+
+
+def test_a_node_with_a_random_life_is_there_when_it_says() -> None:
+    churn = (
+        event(10, "a", "join", False),
+        event(20, "a", "leave"),
+        event(30, "a", "join"),
+        event(35, "a", "restart", False),
+    )
+    stage = Stage("a", "b", churn=churn)
+    outcomes = stage.run(50, (5, "a", 3), (12, "a", 3), (25, "a", 3), (32, "a", 3), (5, "b", 3))
+    assert [kind for kind, _ in outcomes] == ["Unreachable", "ok", "Unreachable", "ok", "ok"]
+    assert [entry for entry in stage.starts if entry[1] == "a"] == [
+        (10.0, "a", False), (30.0, "a", True), (35.0, "a", False),
+    ]  # fmt: skip
+    assert [at for at, name in stage.stops if name == "a"] == [20.0, 35.0]
+
+
+def test_a_crash_beats_the_random_life_and_ends_in_what_that_says_by_then() -> None:
+    churn = (event(1, "a", "join"), event(12, "a", "leave"), event(14, "a", "join"), event(16, "a", "restart"))
+    crash = FaultPart(kind="crash", nodes=("a",), start_s=10, end_s=20, disk_kept=False)
+    stage = Stage("a", churn=churn, faults=(crash,))
+    stage.run(30)
+    assert [at for at, name, _ in stage.starts if name == "a"] == [1.0, 20.0]  # not at 14, not at 16
+    gone = FaultPart(kind="crash", nodes=("a",), start_s=10, end_s=20)
+    stage = Stage("a", churn=(event(1, "a", "join"), event(12, "a", "leave")), faults=(gone,))
+    stage.run(30)
+    assert [at for at, name, _ in stage.starts if name == "a"] == [1.0]  # its life says it left meanwhile
+
+
+def test_two_crashes_that_overlap_end_with_the_later() -> None:
+    faults = tuple(FaultPart(kind="crash", nodes=("a",), start_s=s, end_s=e) for s, e in ((10, 30), (20, 40)))
+    stage = Stage("a", faults=faults)
+    stage.run(50)
+    assert [at for at, name, _ in stage.starts if name == "a"] == [0.0, 40.0]
+
+
+def test_a_hung_node_answers_nothing_and_serves_what_it_heard_when_it_wakes() -> None:
+    stage = Stage("a", faults=(FaultPart(kind="hang", nodes=("a",), start_s=10, end_s=30),))
+    outcomes = stage.run(60, (12, "a", 5), (13, "a", 30), (40, "a", 5))
+    assert [kind for kind, _ in outcomes] == ["Timeout", "ok", "ok"]
+    assert 31 < outcomes[1][1] < 33  # after it woke, behind the call whose caller had given up
+    assert stage.starts.count((0.0, "a", True)) == 1 and len([s for s in stage.starts if s[1] == "a"]) == 1
+
+
+def test_a_slow_node_takes_that_many_times_as_long() -> None:
+    stage = Stage("a", faults=(FaultPart(kind="slow", nodes=("a",), start_s=10, end_s=30, slowness=5.0),))
+    outcomes = stage.run(60, (1, "a", 20), (12, "a", 20), (40, "a", 20))
+    times = [at - begun for (_, at), begun in zip(outcomes, (1, 12, 40), strict=True)]
+    assert times == [pytest.approx(1.0, abs=0.01), pytest.approx(5.0, abs=0.01), pytest.approx(1.0, abs=0.01)]
+
+
+def test_a_cut_line_stops_one_way_or_both_and_what_was_under_way_arrives_after_it_is_mended() -> None:
+    cut = FaultPart(kind="link", nodes=("a",), start_s=10, end_s=30, working=False, direction="up")
+    stage = Stage("a", faults=(cut,))
+    # 9.9: asked before the cut, its answer (1 s of work) cannot leave until 30
+    outcomes = stage.run(60, (9.9, "a", 60), (15, "a", 5), (40, "a", 5))
+    assert outcomes[0] == ("ok", pytest.approx(30.0, abs=0.1))
+    assert outcomes[1][0] == "Timeout"  # heard, but its reply has no way back
+    assert outcomes[2][0] == "ok"
+
+
+def test_a_partition_cuts_regions_off_and_heals() -> None:
+    stage = Stage("a", faults=(FaultPart(kind="partition", regions=("west",), start_s=10, end_s=30),))
+    outcomes = stage.run(60, (5, "a", 5), (12, "a", 5), (40, "a", 5))
+    assert [kind for kind, _ in outcomes] == ["ok", "Unreachable", "ok"]
+
+
+def test_lost_messages_are_time_outs_and_duplicated_ones_are_served_once() -> None:
+    lose = FaultPart(kind="link", nodes=("a",), start_s=1, end_s=20, message_loss=1.0, direction="down")
+    double = FaultPart(kind="link", nodes=("a",), start_s=30, end_s=50, message_duplicate=1.0, message_reorder=1.0)
+    stage = Stage("a", faults=(lose, double))
+    outcomes = stage.run(60, (5, "a", 5), (35, "a", 5))
+    assert [kind for kind, _ in outcomes] == ["Timeout", "ok"]
+    assert stage.fabric.nodes["a"].busy_ns(60 * NS) == 1 * NS  # one second of work: it was served once
+
+
+def test_a_skewed_clock_is_ahead_and_a_full_disk_is_full() -> None:
+    faults = (
+        FaultPart(kind="clock_skew", nodes=("a",), start_s=10, end_s=20, skew_s=7.0),
+        FaultPart(kind="disk_full", nodes=("a",), start_s=10, end_s=20),
+    )
+    stage = Stage("a", faults=faults)
+    seen: list[tuple[float, bool]] = []
+
+    def look(_: Any) -> None:
+        node = stage.fabric.nodes["a"]
+        seen.append((node.now(), node.disk_full))
+
+    for at in (5, 15, 25):
+        stage.fabric.kernel.at(0, at * NS, look)
+    stage.run(30)
+    assert seen == [(5.0, False), (22.0, True), (25.0, False)]
+
+
+def test_a_dead_nodes_transfers_break_off_and_everything_of_it_is_released() -> None:
+    crash = FaultPart(kind="crash", nodes=("a",), start_s=10)
+    stage = Stage("a", "b", faults=(crash,))
+    ends: list[tuple[str, float]] = []
+
+    async def send(source: str, target: str) -> None:
+        try:
+            await stage.fabric.nodes[source].call(target, Load(bytes(20_000_000)), 100.0)  # 20 s of the line
+        except (Timeout, Unreachable) as error:
+            ends.append((type(error).__name__, stage.fabric.now_s()))
+
+    async def main() -> None:
+        stage.life.begin(stage.names, (), [(crash, ["a"])])
+        await stage.desk.sleep(5)
+        stage.desk.spawn(send("hub", "a"))
+        stage.fabric.nodes["a"].spawn(send("a", "b"))
+        await stage.desk.sleep(60)
+
+    stage.fabric.run(main(), node="(desk)")
+    assert ends == [("Unreachable", pytest.approx(10.0, abs=0.1))]  # the dead one's own call has nobody left to tell
+    carrier = stage.fabric.carrier
+    assert isinstance(carrier, FlowCarrier)
+    dead = stage.fabric.nodes["a"]
+    assert not dead.tasks and not dead.calls
+    assert carrier.engine.active_flows() == []

@@ -1,0 +1,92 @@
+"""Sweeps: settings reach the right fields, intervals are right, and a stopped sweep goes on where it was."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim import sweep as sweeping
+from sim.scenario import ScenarioError, read_raw, scenario_path
+from sim.sweep import cells_of, figure_of, interval, parse_setting, report, sweep, with_setting
+
+
+def raw() -> dict[str, Any]:
+    return read_raw(scenario_path("adversarial-tiny"))
+
+
+def test_settings_are_read_as_numbers_truths_or_words() -> None:
+    assert parse_setting("links.downlink_mbit_s=50,100.5,true,paper") == (
+        "links.downlink_mbit_s", [50, 100.5, True, "paper"],
+    )  # fmt: skip
+    for bad in ("no-equals", "=1", "field="):
+        with pytest.raises(ScenarioError, match="field.path=value"):
+            parse_setting(bad)
+
+
+def test_a_setting_changes_its_field_and_nothing_else() -> None:
+    before = raw()
+    changed = with_setting(before, "task.temperature", 0.3)
+    assert changed["task"]["temperature"] == 0.3 and before == raw()
+    everybody = with_setting(before, "links.downlink_mbit_s", 7)
+    assert {group["downlink_mbit_s"] for group in everybody["nodes"]} == {7}
+    one = with_setting(before, "nodes.honest.count", 9)
+    assert [group.get("count") for group in one["nodes"] if group["name"] == "honest"] == [9]
+    with pytest.raises(ScenarioError, match="no such group of nodes; there are ledger, "):
+        with_setting(before, "nodes.nobody.count", 9)
+
+
+def test_a_bad_value_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ScenarioError, match="temperature"):
+        cells_of("adversarial-tiny", [("task.temperature", [0.5, -1])], 3)
+    cells = cells_of("adversarial-tiny", [("task.temperature", [0.5, 0.7]), ("task.batch", [2, 4])], 3)
+    assert len(cells) == 12 and len({cell.key for cell in cells}) == 4
+
+
+def test_the_interval_is_students() -> None:
+    """1, 2, 3: mean 2, s = 1, t(0.975, 2) = 4.3027, so ± 4.3027/√3 = 2.4841."""
+    result = interval([1.0, 2.0, 3.0])
+    assert (result.mean, result.count) == (2.0, 3)
+    assert result.half_width == pytest.approx(2.48414, abs=1e-4)
+    assert math.isnan(interval([5.0]).half_width) and str(interval([5.0])) == "5"
+
+
+def test_two_values_are_compared_pair_by_pair_on_equal_seeds() -> None:
+    """The two columns vary by 10 over seeds, their difference is 1 each time."""
+    rows = [{"a": value, "seed": seed, "f": 10.0 * seed + value} for value in (0, 1) for seed in (1, 2, 3)]
+    text = report([("a", [0, 1])], rows, ["f"])
+    assert "a = 1 minus a" not in text and "a = 1 minus 0" in text
+    assert "- f: 1 ± 0" in text
+
+
+def test_a_figure_is_found_by_its_path_or_refused_by_name() -> None:
+    summary = {"detection": {"rate": 0.5, "low_95": None}, "title": "t"}
+    assert figure_of(summary, "detection.rate") == 0.5
+    assert figure_of(summary, "detection.low_95") is None
+    with pytest.raises(ScenarioError, match="the summary has no 'nothing'"):
+        figure_of(summary, "nothing.there")
+    with pytest.raises(ScenarioError, match="is str"):
+        figure_of(summary, "title")
+
+
+def test_a_sweep_leaves_a_table_and_is_resumed_without_running_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [("verifier.thresholds", ["paper", "deployed"])]
+    folder = sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path, jobs=1)
+    assert {path.name for path in folder.iterdir()} == {"runs.csv", "table.md", "sweep.png"}
+    with (folder / "runs.csv").open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["verifier.thresholds"] for row in rows] == ["paper", "deployed"]
+    assert float(rows[0]["detection.rate"]) >= float(rows[1]["detection.rate"])
+    table = (folder / "table.md").read_text(encoding="utf-8")
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("ran again what was there")
+
+    monkeypatch.setattr("sim.run.run_scenario", never)
+    assert sweeping.sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path, jobs=1) == folder
+    assert (folder / "table.md").read_text(encoding="utf-8") == table
