@@ -30,8 +30,8 @@ import json, pathlib, sys
 from sim.run import run_scenario
 from sim.scenario import check_raw
 raw, model, runs = json.loads(sys.stdin.read())
-run_scenario(check_raw(raw, "cut"), name="cut", seed=3, model_path=model, runs=pathlib.Path(runs), say=lambda line: None,
-             progress=False)
+scenario, runs = check_raw(raw, "cut"), pathlib.Path(runs)
+run_scenario(scenario, name="cut", seed=3, model_path=model, runs=runs, say=lambda line: None, progress=False)
 """
 
 
