@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
 from refimpl.model.config import ConfigError, ModelConfig, RopeConfig
 from refimpl.model.prepare import PrepareError, prepare
-from refimpl.model.transformer import Decoder
+from refimpl.model.transformer import Decoder, linear
 from refimpl.model.weights import (
     SINGLE,
     WeightsError,
@@ -256,6 +257,34 @@ def test_another_attention_kernel_shares_the_weights(checkpoints: Any) -> None:
     assert (decoder.attention, twin.attention) == ("sdpa", "split")
     with pytest.raises(ValueError, match="attention is 'flash', expected one of sdpa, eager, split"):
         decoder.with_attention("flash")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 32, 33])
+def test_products_of_few_bf16_rows_are_turned_around_and_stay_the_same_numbers(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((rows, 1, 89), (53, 89), (53,))
+    )
+    for added in (None, bias):
+        exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+        out = linear(x, weight, added)
+        assert out.shape == (rows, 1, 53) and out.is_contiguous() and out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), exact, atol=0.05, rtol=2**-7)  # a unit in the last place of the sum
+    assert linear(x[:0], weight, bias).shape == (0, 1, 53)
+
+
+@torch.inference_mode()
+def test_bf16_is_as_near_to_float32_as_that_of_transformers(checkpoints: Any) -> None:
+    folder, twin = checkpoints["qwen2"]
+    inputs = tokens(3, 29)
+    exact = twin(inputs).logits
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(inputs).logits.float()
+    decoder = load_decoder(folder, device="cpu")
+    assert decoder.dtype == torch.bfloat16
+    cache = decoder.new_cache(batch=3, capacity=29)
+    stepwise = torch.cat([decoder(piece, cache) for piece in inputs.split(1, dim=1)], 1)
+    for hidden in (decoder(inputs), stepwise):
+        assert (decoder.logits(hidden).float() - exact).abs().mean() < 1.2 * (theirs - exact).abs().mean()
 
 
 def test_a_table_made_while_generating_serves_training_too() -> None:
