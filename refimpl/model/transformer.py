@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -83,22 +84,16 @@ class Layer(nn.Module):
         return linear(out.reshape(B, T, -1), self.output, self.output_bias)
 
 
+@dataclass(frozen=True, slots=True)
 class Step:
     """What all layers of one pass share."""
 
-    __slots__ = ("cache", "cos", "kernel", "mask", "place", "sin")
-
-    def __init__(
-        self,
-        kernel: AttentionKernel,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: KVCache | None = None,
-        place: Placement | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> None:
-        self.kernel, self.cos, self.sin = kernel, cos, sin
-        self.cache, self.place, self.mask = cache, place, mask
+    kernel: AttentionKernel
+    cos: torch.Tensor
+    sin: torch.Tensor
+    cache: KVCache | None = None
+    place: Placement | None = None  # with a cache
+    mask: torch.Tensor | None = None  # without one
 
 
 class Decoder(nn.Module):
