@@ -15,10 +15,9 @@ import json
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from sim.world import SimWorld
+from sim.world import SimWorld
 
 EVENTS_MAX = 200_000
 LANES = ("compute", "serve", "send", "receive", "wait")

@@ -16,15 +16,13 @@ A call that brings no answer counts all its time after coming (or all of it, whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from simpy.events import Event
 
 from refimpl.messages import Message
 from sim.trace import Trace
-
-if TYPE_CHECKING:
-    from sim.world import SimWorld
+from sim.world import SimWorld
 
 SECOND_NS = 1_000_000_000
 Arrived = Callable[[], None]

@@ -18,7 +18,6 @@ from refimpl.messages import BadMessage, Message, size_bytes
 from refimpl.work import Work
 from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
 from sim.kernel import SECOND_NS, Kernel, Task, happen, to_ns, wait
-from sim.watch import Watch
 
 T = TypeVar("T")
 
@@ -53,6 +52,34 @@ class Recorder(Protocol):
     """Where the fabric's events go."""
 
     def event(self, time_ns: int, kind: str, node: str, **fields: Any) -> None: ...
+
+
+class Watcher(Protocol):
+    """Who is told of calls and computing; `sim.watch.Watch`."""
+
+    def call_begun(
+        self,
+        reply: Event,
+        caller: SimWorld,
+        callee: SimWorld,
+        message: Message,
+        size_bytes: int,
+        arrived: Callable[[], None],
+    ) -> Callable[[], None]:
+        """A call leaves. Returns what is to be called when it arrives."""
+        ...
+
+    def call_came(self, reply: Event, callee: SimWorld) -> None: ...
+
+    def call_answered(
+        self, reply: Event, callee: SimWorld, caller: SimWorld, answer: Any, size: int, back: Callable[[], None]
+    ) -> Callable[[], None]:
+        """The answer leaves. Returns what is to be called when it is back."""
+        ...
+
+    def call_ended(self, reply: Event) -> None: ...
+
+    def computed(self, node: SimWorld, work: str, start_ns: int, end_ns: int) -> None: ...
 
 
 Pricer = Callable[[Work], float]
@@ -375,7 +402,7 @@ class SimFabric:
         self.kernel = Kernel()
         self.carrier = carrier(self.kernel)
         self.recorder = recorder
-        self.watch: Watch | None = None
+        self.watch: Watcher | None = None
         self.nodes: dict[str, SimWorld] = {}
         self.by_index: list[SimWorld] = []
         self.failures: list[TaskFailure] = []

@@ -33,6 +33,10 @@ class Crate(Message):
     blob: Blob
 
 
+def quiet(line: str) -> None:
+    """Say nothing."""
+
+
 class Enough(Exception):
     """Raised when the run is over: what comes after it is not looked at here."""
 
@@ -60,7 +64,7 @@ def ran(folder: Path, duration_s: float, each_s: float | None = None) -> tuple[O
         patch.setattr("sim.run.Oversight", Kept)
         scenario = troubled().model_copy(update={"duration_s": duration_s})
         with pytest.raises(Enough):
-            run_scenario(scenario, name="t", seed=3, model_path="calibrated", runs=folder, say=str, trace=False)
+            run_scenario(scenario, name="t", seed=3, model_path="calibrated", runs=folder, say=quiet, trace=False)
     assert looks == instants
     return kept[0], found
 
