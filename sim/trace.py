@@ -22,8 +22,9 @@ from sim.world import SimWorld
 EVENTS_MAX = 200_000
 LANES = ("compute", "serve", "send", "receive", "wait")
 COMPUTE, SERVE, SEND, RECEIVE, WAIT = range(len(LANES))
-LANE_STEP = 1000
-"""Thread ids of a node: lane · LANE_STEP + how many of it are in use already."""
+NODE_STEP, LANE_STEP = 100_000, 10_000
+"""A node's process id is its index + 1 (0 is the idle process to Perfetto); a lane's thread id is process id ·
+NODE_STEP + lane · LANE_STEP + number among those of its kind, and so unique in the trace."""
 
 Arrived = Callable[[], None]
 LatencyS = Callable[[int, int, bool], float]
@@ -115,8 +116,9 @@ class Trace:
     def events(self) -> Iterator[dict[str, Any]]:
         """The trace's events, names first, then by time."""
         for index, name in sorted(self.names.items()):
-            yield _name("process_name", index, 0, name)
-            yield {"ph": "M", "name": "process_sort_index", "pid": index, "tid": 0, "args": {"sort_index": index}}
+            pid = index + 1
+            yield _meta("process_name", pid, pid * NODE_STEP, name=name)
+            yield _meta("process_sort_index", pid, pid * NODE_STEP, sort_index=index)
         free: dict[tuple[int, int], list[int]] = {}  # lanes of a node that are free again
         busy: dict[tuple[int, int], list[tuple[int, int]]] = {}  # until when others are not
         count: dict[tuple[int, int], int] = {}
@@ -126,20 +128,29 @@ class Trace:
             while used and used[0][0] <= start_ns:
                 heappush(idle, heappop(used)[1])
             if idle:
-                number = heappop(idle)
+                tid = heappop(idle)
             else:
-                number = count[key] = count.get(key, 0) + 1
-                yield _name("thread_name", index, lane * LANE_STEP + number, LANES[lane])
-            heappush(used, (max(end_ns, start_ns + 1), number))
-            where = {"pid": index, "tid": lane * LANE_STEP + number, "ts": start_ns / 1e3}
+                count[key] = count.get(key, 0) + 1
+                tid = (index + 1) * NODE_STEP + lane * LANE_STEP + count[key]
+                yield _meta("thread_name", index + 1, tid, name=LANES[lane])
+                yield _meta("thread_sort_index", index + 1, tid, sort_index=tid % NODE_STEP)
+            heappush(used, (max(end_ns, start_ns + 1), tid))
+            where = {"pid": index + 1, "tid": tid, "ts": start_ns / 1e3}
             duration_us = max(end_ns - start_ns, 1) / 1e3
             yield {"ph": "X", "name": name, "cat": LANES[lane], "dur": duration_us, "args": more, **where}
             if flow:
                 end = {"ph": "s"} if lane == SEND else {"ph": "f", "bp": "e"}
                 yield {**end, "id": flow, "name": "message", "cat": "message", **where}
         if self.cut_ns is not None:
-            yield {"ph": "i", "s": "g", "name": f"trace {self.note()}", "pid": 0, "tid": 0, "ts": self.cut_ns / 1e3}
+            yield {
+                "ph": "i",
+                "s": "g",
+                "name": f"trace {self.note()}",
+                "pid": 1,
+                "tid": NODE_STEP,
+                "ts": self.cut_ns / 1e3,
+            }
 
 
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+def _meta(what: str, pid: int, tid: int, **values: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": values}
