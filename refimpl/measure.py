@@ -6,10 +6,8 @@ the interpreter's overhead. What is made of the samples is not decided here.
 
 The clock is read only after the device has finished (an asynchronous queue makes anything look ten times too fast).
 Points are visited in rounds, each point once a round, so that a slow minute of the machine falls on all of them, and
-the best counts: what the machine does when nothing else disturbs it. On processors a yardstick (hashing 1 MB) is timed
-before and after each sample: cores that share their units with a busy neighbour run up to 1.6 times slower without any
-trace in the process's own times, and only the yardstick tells. Points that met no calm moment are visited again, up to
-three times the rounds. On a machine that others use too, one thread and its own processor time ("thread" clock) are the
+the best of the rounds counts: what the machine does when nothing else disturbs it. How far the median lay above it says
+how much was disturbed. On a machine that others use too, one thread and its own processor time ("thread" clock) are the
 steadier measure; on a quiet one, wall time and all cores.
 """
 
@@ -22,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import torch
@@ -36,11 +35,8 @@ from refimpl.work import ModelSize
 Clock = Literal["wall", "thread"]
 Kind = Literal["prefill", "decode", "products", "train", "prove", "verify", "hash"]
 TRAIN_TOKENS_PER_SEQUENCE = 128
-SHORT_S = 0.05  # what takes less is repeated within a round until this is spent
-SHORT_REPEATS_MAX = 50
-CALM_RATIO = 1.15  # a yardstick within this of its best marks a calm moment
-CALM_SAMPLES = 2  # wanted for each point
-YARDSTICK = bytes(1 << 20)
+SHORT_S = 0.1  # what takes less is repeated within a round until this is spent
+SHORT_REPEATS_MAX = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +54,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A point and its best time. `calm`: taken in a calm moment of the machine."""
+    """A point, its best time, and by how much the median was above it: 0.5 is half as long again."""
 
     point: Point
     seconds: float
-    calm: bool
+    disturbance: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +108,7 @@ class Bench:
         self._path = Path(model_path)
         self._watch = Stopwatch(self.device, clock)
         self._parts: dict[int, Decoder] = {0: self.decoder}
+        self._optimizer: torch.optim.Optimizer | None = None
         self._generator = torch.Generator().manual_seed(20)
 
     def size(self, layers: int = 0) -> ModelSize:
@@ -119,40 +116,24 @@ class Bench:
         return self.decoder.config.size(range(layers) if layers else None)
 
     def measure(
-        self, points: Sequence[Point], *, rounds: int, progress: Callable[[int, int, int], None] | None = None
+        self, points: Sequence[Point], *, rounds: int, progress: Callable[[int, int], None] | None = None
     ) -> list[Sample]:
-        """Each point's best over at least `rounds`, after one run to warm up. `progress` is told (round, points done,
-        points of this round)."""
+        """Each point's best over `rounds`, after one run to warm up. `progress` is told (done, in all)."""
         runs = [self._prepare(point) for point in points]
-        taken: list[list[_Timing]] = [[] for _ in points]
-        for run in runs:  # warm up
+        times: list[list[float]] = [[] for _ in points]
+        for run in runs:
             run()
-        for lap in range(3 * rounds):
-            calm_s = CALM_RATIO * min((timing.yardstick_s for each in taken for timing in each), default=0.0)
-            wanting = [i for i, each in enumerate(taken) if sum(t.yardstick_s <= calm_s for t in each) < CALM_SAMPLES]
-            todo = range(len(points)) if lap < rounds else wanting
-            if not todo:
-                break
-            for done, i in enumerate(todo, start=1):
-                taken[i] += self._visit(runs[i])
+        for lap in range(rounds):
+            for i, run in enumerate(runs):
+                first_s = self._watch.seconds(run)
+                again = min(int(SHORT_S / first_s), SHORT_REPEATS_MAX)
+                times[i] += [first_s, *(self._watch.seconds(run) for _ in range(again))]
                 if progress is not None:
-                    progress(lap + 1, done, len(todo))
-        calm_s = CALM_RATIO * min(timing.yardstick_s for each in taken for timing in each)
-        return [_best_of(point, each, calm_s) for point, each in zip(points, taken, strict=True)]
-
-    def _visit(self, run: Callable[[], object]) -> list[_Timing]:
-        """Time `run` once, or several times if it is short, between two yardsticks."""
-        before_s = self._yardstick_s()
-        seconds = [self._watch.seconds(run)]
-        again = min(int(SHORT_S / seconds[0]), SHORT_REPEATS_MAX)
-        seconds += [self._watch.seconds(run) for _ in range(again)]
-        yardstick_s = max(before_s, self._yardstick_s())
-        return [_Timing(min(seconds), yardstick_s)]
-
-    def _yardstick_s(self) -> float:
-        if self.device.type != "cpu":
-            return 1.0
-        return min(self._watch.seconds(lambda: hashlib.sha256(YARDSTICK).digest()) for _ in range(3))
+                    progress(lap * len(runs) + i + 1, rounds * len(runs))
+        return [
+            Sample(point=point, seconds=min(each), disturbance=median(each) / min(each) - 1)
+            for point, each in zip(points, times, strict=True)
+        ]
 
     def machine(self) -> Machine:
         """The device and its peaks, measured now."""
@@ -244,7 +225,9 @@ class Bench:
         weight moves: the learning rate is 0."""
         length = min(TRAIN_TOKENS_PER_SEQUENCE, point.tokens)
         ids = self._ids(point.tokens // length, length)
-        optimizer = torch.optim.AdamW(self.decoder.parameters(), lr=0.0, weight_decay=0.0)
+        if self._optimizer is None:
+            self._optimizer = torch.optim.AdamW(self.decoder.parameters(), lr=0.0, weight_decay=0.0)
+        optimizer = self._optimizer
 
         def run() -> None:
             logits_BTV = self.decoder.logits(self.decoder(ids))
@@ -269,20 +252,6 @@ class Bench:
     def _hash(self, point: Point) -> Callable[[], object]:
         data = bytes(point.tokens)
         return lambda: hashlib.sha256(data).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class _Timing:
-    seconds: float
-    yardstick_s: float
-
-
-def _best_of(point: Point, timings: Sequence[_Timing], calm_s: float) -> Sample:
-    """The fastest calm timing; without one, the timing whose moment was the calmest."""
-    calm = [timing.seconds for timing in timings if timing.yardstick_s <= calm_s]
-    if calm:
-        return Sample(point=point, seconds=min(calm), calm=True)
-    return Sample(point=point, seconds=min(timings, key=lambda timing: timing.yardstick_s).seconds, calm=False)
 
 
 MATRICES = ("qkv", "output", "gate_up", "down")

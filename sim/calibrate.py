@@ -277,7 +277,7 @@ def fit_all(
         entry=base.model_copy(update={"rates": rates}),
         tables=(pass_table("prefill", whole, model(0)), pass_table("decode", whole, model(0))),
         lines=tuple(
-            Line(sample.point, sample.seconds, predicted_s(device, sample.point, model), held, sample.calm)
+            Line(sample.point, sample.seconds, predicted_s(device, sample.point, model), held, sample.disturbance)
             for group, held in ((samples, False), (held_out, True))
             for sample in group
         ),
@@ -301,13 +301,13 @@ class _Progress:
         self._terminal = sys.stderr.isatty()
         self._next_s = 0.0
 
-    def __call__(self, lap: int, done: int, total: int) -> None:
+    def __call__(self, done: int, total: int) -> None:
         now_s = time.monotonic()
         if now_s < self._next_s and done < total:
             return
         self._next_s = now_s + (0.5 if self._terminal else 10.0)
         begin, end = ("\r", "\n" if done == total else "") if self._terminal else ("", "\n")
-        print(f"{begin}measuring: round {lap}, {done} of {total} points ", end=end, file=sys.stderr, flush=True)
+        print(f"{begin}measuring: {done} of {total} points", end=end, file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -316,7 +316,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--threads", type=int, default=None, help="torch threads; default: all cores")
     parser.add_argument("--clock", choices=("wall", "thread"), default="wall", help="thread: processor time, 1 thread")
-    parser.add_argument("--rounds", type=int, default=5, help="times each point is measured, at least")
+    parser.add_argument("--rounds", type=int, default=5, help="times each point is measured; the best counts")
     parser.add_argument("--small", action="store_true", help="few small points: for a tiny model, or a quick look")
     parser.add_argument("--out", type=Path, default=THIS_MACHINE_PROFILE, help="where the profile goes")
     parser.add_argument("--report", type=Path, default=None, help="where the report goes, beside the screen")
