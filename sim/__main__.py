@@ -58,18 +58,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     scenario = load_scenario(options.scenario)
+    seed = scenario.seed if options.seed is None else options.seed
+    name = Path(options.scenario).stem
     # imported here: a bad scenario is refused at once, without waiting for torch
+    if scenario.broadcast is not None:
+        from sim.broadcast import run_broadcast
+
+        _, figures = run_broadcast(scenario, name=name, seed=seed, runs=options.runs, say=print)
+        return 0 if all(v["complete"] == v["clients"] for v in figures["versions"][-1:]) else 1
     from refimpl.model.prepare import PrepareError, prepare
     from sim.run import run_scenario
 
     try:
-        wanted = options.model or scenario.model.path
+        wanted = options.model or scenario.model_path
         model = prepare(wanted) if wanted is not None else None
     except PrepareError as error:
         print(error, file=sys.stderr)
         return 2
-    seed = scenario.seed if options.seed is None else options.seed
-    name = Path(options.scenario).stem
     path = str(model or "calibrated")
     result = run_scenario(scenario, name=name, seed=seed, model_path=path, runs=options.runs, trace=options.trace)
     return 0 if result.ok else 1
@@ -77,7 +82,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _swarm(options: argparse.Namespace) -> int:
     scenario = load_scenario(options.scenario)
-    wanted = options.model or scenario.model.path
+    wanted = options.model or scenario.model_path
     if wanted is None:
         raise ScenarioError(f"{options.scenario} has a calibrated stand-in for a model; real processes need a real one")
     from refimpl.model.prepare import PrepareError, prepare

@@ -18,27 +18,22 @@ from refimpl.attacks.names import HONEST
 from refimpl.swarm import SERVICES, Engines, RealEngines, Seat, SwarmPlan, take_seat
 from refimpl.testnet.ledger import LedgerRules
 from refimpl.workshop import Agreement
-from refimpl.world import derive_rng
 from sim import plots, summary
 from sim.calibrated import CalibratedEngines
 from sim.carrier import FlowCarrier
 from sim.checkers import Violation, as_json
-from sim.churn import ChurnEvent, churn_events
 from sim.explain import FINISHED
+from sim.fabric import build, journal_for, random_lives
 from sim.hardware import find_device
-from sim.jitter import NO_JITTER, Jitter
 from sim.life import Life
 from sim.network import Network
 from sim.oversight import Oversight
 from sim.progress import Progress
 from sim.record import EventLog, read_events
-from sim.regions import region_set
 from sim.report import write_report
 from sim.scenario import Member, Scenario
-from sim.transport import FAIR, TCP
 from sim.world import SimFabric, SimWorld
 
-TRANSPORTS = {"fair": FAIR, "tcp": TCP}
 BOUNDS = {"paper": (38.0, 10.0), "deployed": (60.0, 40.0)}  # mismatches and mean error, for drawing
 
 
@@ -66,7 +61,7 @@ def plan_of(scenario: Scenario, seed: int, model_path: str) -> SwarmPlan:
         run_seed=seed,
         agreement=Agreement(
             model_path=model_path,
-            dtype=scenario.model.dtype,
+            dtype=scenario.inference.dtype,
             prompts=task.prompts,
             batch=task.batch,
             answer_tokens_max=task.answer_tokens_max,
@@ -95,7 +90,7 @@ def plan_of(scenario: Scenario, seed: int, model_path: str) -> SwarmPlan:
 
 def engines_for(scenario: Scenario, plan: SwarmPlan) -> Engines:
     """The real engine, or for large runs its calibrated stand-in."""
-    stand_in = scenario.model.calibrated
+    stand_in = scenario.inference.calibrated
     if stand_in is None:
         return RealEngines(plan.agreement)
     return CalibratedEngines(
@@ -104,55 +99,6 @@ def engines_for(scenario: Scenario, plan: SwarmPlan) -> Engines:
         answer_tokens_median=stand_in.answer_tokens_median,
         answer_tokens_sigma=stand_in.answer_tokens_sigma,
     )
-
-
-def journal_for(world: SimWorld) -> Callable[..., None]:
-    """The node's journal: the fabric's log with the node's name."""
-
-    def journal(kind: str, /, **fields: Any) -> None:
-        world.fabric.record(kind, world.name, **fields)
-
-    return journal
-
-
-def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Network]:
-    """The scenario's nodes on its network, none of them up yet."""
-    borders = any(fault.kind == "partition" for fault in scenario.faults)
-    links = scenario.network
-    network = Network(
-        regions=links.regions,
-        jitter_ms=links.jitter_ms,
-        jitter=NO_JITTER if links.jitter is None else Jitter(links.jitter.kind, links.jitter.parameters),
-        transport=TRANSPORTS[links.transport],
-        hole_punching=links.hole_punching,
-        single_flow_bound=links.single_flow_bound,
-        borders=borders,
-    )
-    for site in links.sites:
-        network.add_site(site.name, uplink_mbit_s=site.uplink_mbit_s, downlink_mbit_s=site.downlink_mbit_s)
-    for trunk in links.trunks:
-        network.add_trunk(trunk.region, out_mbit_s=trunk.out_mbit_s, in_mbit_s=trunk.in_mbit_s)
-    fabric = SimFabric(
-        run_seed=seed,
-        carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(seed, "network")),
-        recorder=log,
-    )
-    place_of = {member.name: place for place, member in enumerate(scenario.members())}
-    for member in scenario.members():
-        group = member.group
-        fabric.node(member.name, find_device(group.device).price)
-        network.add_node(
-            name=member.name,
-            region=group.region,
-            uplink_mbit_s=group.uplink_mbit_s,
-            downlink_mbit_s=group.downlink_mbit_s,
-            latency_ms=group.latency_ms,
-            loss_fraction=group.loss_fraction,
-            nat=group.nat,
-            relay=place_of[group.relay] if group.relay is not None else None,
-            sites=group.sites,
-        )
-    return fabric, network
 
 
 def run_scenario(
@@ -242,7 +188,7 @@ def _drive(
         prices = {member.name: find_device(member.group.device).price for member in members.values()}
         life = Life(fabric, network, prices=prices, start=start)
         faults = [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults]
-        life.begin(list(members), _random_lives(scenario, seed), faults)
+        life.begin(list(members), random_lives(scenario, seed), faults)
         await all_done.wait(scenario.duration_s)
         stop.set()
 
@@ -265,19 +211,6 @@ def _collector_at_rest() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
-
-
-def _random_lives(scenario: Scenario, seed: int) -> list[ChurnEvent]:
-    """All comings and goings of all groups, in the order of time and name."""
-    regions = region_set(scenario.network.regions) if scenario.network.regions is not None else None
-    events: list[ChurnEvent] = []
-    for group in scenario.nodes:
-        if group.life is not None:
-            region = group.region or ""
-            nodes = {member.name: region for member in scenario.members() if member.group is group}
-            offsets = {region: regions.utc_offset_h(region)} if regions is not None else None
-            events += churn_events(group.life, nodes, seed, scenario.duration_s, offsets)
-    return sorted(events, key=lambda event: (event.time_ns, event.node))
 
 
 class _Counts(Counter[str]):

@@ -142,12 +142,24 @@ class NetworkPart(Strict):
         return self
 
 
+class BroadcastPart(Strict):
+    """Weights that go out from an origin over relays to clients (roles origin, relay, client)."""
+
+    size_gb: float = Field(gt=0, le=100_000, description="of one version; decimal")
+    shard_mb: float = Field(50.0, gt=0, le=1000)
+    versions: int = Field(1, ge=1, le=1000)
+    interval_s: float = Field(0.0, ge=0, description="between the publication of one version and the next")
+    policy: Literal["published", "moving-average", "expected-finish"] = "expected-finish"
+    connections: int = Field(10, ge=1, le=256, description="transfers at once, per client and relay")
+
+
 class NodeGroup(Strict):
     """`count` nodes that are alike."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
     count: int = Field(1, ge=1, le=1_000_000)
-    role: Literal["ledger", "orchestrator", "validator", "worker"]
+    role: Literal["ledger", "orchestrator", "validator", "worker", "origin", "relay", "client"]
+    sources: tuple[str, ...] = Field((), description="relay, client: groups to fetch from; left out: origin, relays")
     behaviour: str = "honest"
     device: str
     region: str | None = None
@@ -168,7 +180,8 @@ class Scenario(Strict):
     shows: str = Field(min_length=1, description="what a reader learns from running it")
     seed: int = Field(0, ge=0)
     duration_s: float = Field(gt=0, description="virtual time at which the run ends at the latest")
-    model: ModelPart
+    model: ModelPart | None = None
+    broadcast: BroadcastPart | None = None
     task: TaskPart = TaskPart()
     verifier: VerifierPart = VerifierPart()
     ledger: LedgerPart = LedgerPart()
@@ -182,18 +195,34 @@ class Scenario(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two groups of nodes are called {name!r}; names must differ")
-        for role in ("ledger", "orchestrator", "validator"):
-            count = sum(group.count for group in self.nodes if group.role == role)
-            if count != 1:
-                raise ValueError(f"{count} nodes have the role {role}; expected exactly 1")
-        if not any(group.role == "worker" for group in self.nodes):
-            raise ValueError("no node has the role worker: nothing would ever happen")
+        self._check_roles()
         regions = self._regions()
         for group in self.nodes:
             self._check_group(group, regions)
         for place, fault in enumerate(self.faults):
             self._check_fault(place, fault)
         return self
+
+    def _check_roles(self) -> None:
+        """Each kind of scenario has its own roles, and needs some of them."""
+        if (self.model is None) == (self.broadcast is None):
+            raise ValueError("the scenario has neither or both of [model] and [broadcast]; expected exactly one")
+        known = ("ledger", "orchestrator", "validator", "worker") if self.model else ("origin", "relay", "client")
+        for group in self.nodes:
+            if group.role not in known:
+                raise ValueError(f"{group.name} has the role {group.role}; this scenario has {', '.join(known)}")
+            for source in group.sources:
+                if not any(other.name == source and other.role in ("origin", "relay") for other in self.nodes):
+                    raise ValueError(
+                        f"{group.name} fetches from {source!r}; no origin or relay is called so"
+                    )
+        for role in ("ledger", "orchestrator", "validator") if self.model else ("origin",):
+            count = sum(group.count for group in self.nodes if group.role == role)
+            if count != 1:
+                raise ValueError(f"{count} nodes have the role {role}; expected exactly 1")
+        busy = "worker" if self.model else "client"
+        if not any(group.role == busy for group in self.nodes):
+            raise ValueError(f"no node has the role {busy}: nothing would ever happen")
 
     def _check_reach(self, group: NodeGroup) -> None:
         """Services are called by everybody, so they must be reachable; a relay must be an open node."""
@@ -214,7 +243,7 @@ class Scenario(Strict):
 
     def _check_memory(self, group: NodeGroup) -> None:
         """The model must fit the devices that are to run it, with the cache of a whole batch."""
-        if self.model.calibrated is None or group.role not in ("worker", "validator"):
+        if self.model is None or self.model.calibrated is None or group.role not in ("worker", "validator"):
             return
         if self.model.calibrated.size not in MODEL_SIZES:
             known = ", ".join(MODEL_SIZES)
@@ -268,6 +297,17 @@ class Scenario(Strict):
             raise ValueError(
                 f"{group.name} behaves {group.behaviour!r}, which is not known.{hint} Known: {', '.join(BEHAVIOURS)}"
             )
+
+    @property
+    def inference(self) -> ModelPart:
+        """The model of a scenario that has one."""
+        assert self.model is not None, "a broadcast has no model"
+        return self.model
+
+    @property
+    def model_path(self) -> str | None:
+        """The real model's folder or hub id, where there is one."""
+        return self.model.path if self.model is not None else None
 
     def members(self) -> Iterator[Member]:
         """Every node, in the file's order: NAME for a single one, NAME-0, NAME-1, … for several."""

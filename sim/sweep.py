@@ -152,7 +152,7 @@ def run_cell(cell: Cell, name: str, runs: Path, model: str | None) -> dict[str, 
 
     set_threads(os.cpu_count() or 1)  # one run a core
     scenario = check_raw(cell.raw, name)
-    wanted = model or scenario.model.path
+    wanted = model or scenario.model_path
     path = str(prepare(wanted)) if wanted is not None else "calibrated"
     result = run_scenario(
         scenario, name=folder_name, seed=cell.seed, model_path=path, runs=runs, say=lambda line: None, progress=False

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sim.broadcast import run_broadcast
 from sim.run import run_scenario
 from sim.scenario import check_raw, known_scenarios, read_raw, scenario_path
 from tests.paths import TINY_MODEL
@@ -24,7 +25,7 @@ CUT: dict[str, dict[str, Any]] = {
     "continents": {"count": 2},
     "stress-10k": {"duration_s": 3600.0, "count": 100},
 }
-ELSEWHERE = {"adversarial", "broadcast", "pipeline", "intellect2"}
+ELSEWHERE = {"adversarial", "broadcast"}
 SCRIPT = """
 import json, pathlib, sys
 from sim.run import run_scenario
@@ -71,3 +72,23 @@ def test_the_same_log_twice_in_one_process_and_under_another_hash_seed(name: str
     logs.append((tmp_path / "three" / "cut-3" / "events.jsonl").read_bytes())
     assert len(logs[0]) > 10_000
     assert len({hashlib.sha256(log).hexdigest() for log in logs}) == 1
+
+
+def test_a_broadcast_twice_and_its_figure_against_the_bound(tmp_path: Path) -> None:
+    """62 GB at 590 Mbit/s take 62·8/0.59 = 840.7 s; here a hundredth of it, to a tenth of the clients."""
+    raw = read_raw(scenario_path("broadcast"))
+    raw["broadcast"]["size_gb"] = 0.62
+    raw["broadcast"]["shard_mb"] = 5.0
+    for group in raw["nodes"]:
+        group["count"] = max(1, group.get("count", 1) // 10)
+    logs = []
+    for runs in ("one", "two"):
+        folder, figures = run_broadcast(
+            check_raw(raw, "cut"), name="cut", seed=3, runs=tmp_path / runs, say=lambda line: None, progress=False
+        )
+        logs.append((folder / "events.jsonl").read_bytes())
+        (version,) = figures["versions"]
+        assert version["complete"] == version["clients"] == 8
+        assert figures["bound_s"] == pytest.approx(8.407, abs=0.001)
+        assert figures["bound_s"] <= version["first_s"] and version["last_s"] < 1.25 * figures["bound_s"]
+    assert logs[0] == logs[1]
