@@ -88,7 +88,7 @@ def test_a_broadcast_twice_and_its_figure_against_the_bound(tmp_path: Path) -> N
         )
         logs.append((folder / "events.jsonl").read_bytes())
         (version,) = figures["versions"]
-        assert version["complete"] == version["clients"] == 8
+        assert version["complete"] == version["clients"] == 9
         assert figures["bound_s"] == pytest.approx(8.407, abs=0.001)
         assert figures["bound_s"] <= version["first_s"] and version["last_s"] < 1.25 * figures["bound_s"]
     assert logs[0] == logs[1]
