@@ -1,0 +1,197 @@
+"""`python -m refimpl.pipeline`: a model cut over several processes answers prompts.
+
+    python -m refimpl.pipeline --model DIR --stages 3 --prompt "What is a pipeline?"     one machine
+    python -m refimpl.pipeline --nodes ring.toml --prompt ...                            several (`launch.py`)
+
+Prints the cut, each answer, and tokens/s. `--stages 1` is the model in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from refimpl.engine import set_threads
+from refimpl.identity import Identity
+from refimpl.model.config import ModelConfig
+from refimpl.pipeline.compute import torch_parts
+from refimpl.pipeline.head import Head
+from refimpl.pipeline.launch import LaunchError, NodeEntry, NodeFile, cut, started
+from refimpl.pipeline.partition import NoCut
+from refimpl.pipeline.requests import RequestLog
+from refimpl.pipeline.ring import RingConfig
+from refimpl.pipeline.stage import Stage, StageConfig
+from refimpl.tokenizer import chat_ids, load_tokenizer
+from refimpl.world import Signal, World
+from refimpl.worlds.asyncio_node import Line
+from refimpl.worlds.process import run_process
+
+
+def arguments_of() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(prog="python -m refimpl.pipeline", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="a checkpoint folder")
+    parser.add_argument("--stages", type=int, default=2, help="processes on this machine")
+    parser.add_argument("--spares", type=int, default=0, help="more processes, for stages that are lost")
+    parser.add_argument("--nodes", help="a node file, for several machines")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=8, help="sequences of one micro-batch")
+    parser.add_argument("--capacity-tokens", type=int, default=1024, help="of one sequence")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="injected per hop")
+    parser.add_argument("--signed", action="store_true", help="sign every hop, commit to every chunk")
+    parser.add_argument("--record", help="file that keeps requests and tokens over a restart")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 0: answered; 1: a node failed or nothing fits; 2: usage."""
+    if arguments[:1] == ["node"]:
+        return run_node(json.loads(base64.b64decode(arguments[1])))
+    options = arguments_of().parse_args(arguments)
+    try:
+        answer(options)
+    except (LaunchError, NoCut, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def node_file(options: argparse.Namespace) -> NodeFile:
+    """The node file given, or one for so many processes here."""
+    if options.nodes:
+        return NodeFile.read(options.nodes)
+    names = [f"stage{at}" for at in range(options.stages)] + [f"spare{at}" for at in range(options.spares)]
+    half_ms = options.latency_ms / 2  # a message pays both ends' lines
+    nodes = tuple(NodeEntry(name=name, latency_ms=half_ms, spare=name.startswith("spare")) for name in names)
+    return NodeFile(model=options.model, dtype=options.dtype, nodes=nodes)
+
+
+def answer(options: argparse.Namespace) -> None:
+    """Cut, start, ask, print, stop."""
+    plan = node_file(options)
+    tokenizer = load_tokenizer(plan.model)
+    prompts = options.prompt or ["What is pipeline parallelism?"]
+    entries, configs = prepared(options, plan, [chat_ids(tokenizer, prompt) for prompt in prompts])
+    with started(entries, configs) as children:
+        children[0].read()  # the ring is up
+        result = children[0].read()
+    show(prompts, result, tokenizer)
+
+
+def prepared(
+    options: argparse.Namespace, plan: NodeFile, prompts: Sequence[Sequence[int]]
+) -> tuple[list[NodeEntry], list[dict[str, Any]]]:
+    """The nodes in the ring's order, spares last, and each one's configuration."""
+    config = ModelConfig.from_pretrained(plan.model)
+    seated = [node for node in plan.nodes if not node.spare]
+    sequences = options.micro_batches * options.rows
+    parts = cut(config, seated, sequences=sequences, capacity_tokens=options.capacity_tokens, dtype=plan.dtype)
+    used = [stage.device for stage in parts.stages]
+    entries = [node for name in used for node in plan.nodes if node.name == name]
+    entries += [node for node in plan.nodes if node.name not in used]
+    for stage in parts.stages:
+        print(f"{stage.device}: layers {stage.first}..{stage.end - 1}, {stage.needs_bytes / 1e6:.0f} MB with caches")
+    common = {
+        "model": plan.model,
+        "dtype": plan.dtype,
+        "run_seed": options.seed,
+        "names": [node.name for node in entries],
+        "here": sum(not node.command for node in entries),
+        "ring": {
+            "ring": f"cli-{options.seed}",
+            "layers": config.layers,
+            "hidden": config.hidden,
+            "dtype": plan.dtype,
+            "cuts": [stage.end for stage in parts.stages],
+            "micro_batches": options.micro_batches,
+            "rows": options.rows,
+            "capacity_tokens": options.capacity_tokens,
+            "signed": options.signed,
+            "temperature": options.temperature,
+            "stop_tokens": list(config.eos_ids),
+        },
+        "record": options.record,
+        "requests": [
+            {"id": f"{options.seed}-{at}", "prompt": prompt, "new": options.new_tokens, "seed": options.seed + at}
+            for at, prompt in enumerate(prompts)
+        ],
+    }
+    return entries, [common | {"node": dataclasses.asdict(entry)} for entry in entries]
+
+
+def show(prompts: Sequence[str], result: dict[str, Any], tokenizer: Any) -> None:
+    """Answers and speed."""
+    for prompt, tokens in zip(prompts, result["answers"], strict=True):
+        print(f"\n> {prompt}\n{tokenizer.decode(tokens, skip_special_tokens=True)}")
+    made, seconds = sum(map(len, result["answers"])), result["seconds"]
+    print(f"\n{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens/s; formed {result['epoch']} time(s)")
+
+
+# ------------------------------------------------------------------------------------------------------- inside a node
+def run_node(config: dict[str, Any]) -> int:
+    """One node's process."""
+    node = config["node"]
+    if node["threads"]:
+        torch.set_num_threads(node["threads"])
+    else:
+        set_threads(config["here"])
+    line = Line(
+        latency_ms=node["latency_ms"], uplink_mbit_s=node["uplink_mbit_s"], downlink_mbit_s=node["downlink_mbit_s"]
+    )
+
+    async def part(world: World, stop: Signal) -> None:
+        identity = Identity.from_seed(config["run_seed"], world.name)
+        parts = torch_parts(config["model"], dtype=config["dtype"])
+        memory_bytes = int(node["memory_gb"] * 1e9)
+        stage = Stage(world, StageConfig(memory_bytes=memory_bytes), identity, parts)
+        if world.name == config["names"][0]:
+            await run_head(world, stage, config, stop)
+        else:
+            stage.serve()
+            world.spawn(stage.run(), "stage")
+            await stop.wait()
+            stage.stop()
+
+    return run_process(node["name"], part, run_seed=config["run_seed"], line=line, host=node["host"])
+
+
+async def run_head(world: World, stage: Stage, config: dict[str, Any], stop: Signal) -> None:
+    """The head: form the ring, answer the requests of the configuration, say them, and serve until told to stop."""
+    ring = {
+        **config["ring"],
+        "cuts": tuple(config["ring"]["cuts"]),
+        "stop_tokens": frozenset(config["ring"]["stop_tokens"]),
+    }
+    nodes = {name: Identity.from_seed(config["run_seed"], name).public_key for name in config["names"]}
+    head = Head(world, RingConfig(**ring), stage, nodes, RequestLog(config["record"]))
+    head.serve()
+    world.spawn(head.run(), "head")
+    while not head.ring.up:
+        await world.sleep(0.05)
+    print(json.dumps({"up": head.ring.epoch}), flush=True)
+    began_s = world.now()
+    asked = config["requests"]
+    kept = await head.complete(
+        [r["id"] for r in asked], [r["prompt"] for r in asked], [r["new"] for r in asked], [r["seed"] for r in asked]
+    )
+    answers = [request.answer for request in kept]
+    result = {"answers": answers, "seconds": world.now() - began_s, "epoch": head.ring.epoch}
+    print(json.dumps(result), flush=True)
+    await stop.wait()
+    head.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

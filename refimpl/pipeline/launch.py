@@ -1,0 +1,151 @@
+"""Starts a ring's processes, on this machine or on several, and stops them: the parent's side.
+
+Each node is `python -m refimpl.pipeline node CONFIG` (`refimpl/worlds/process.py` says how parent and child talk). On
+another machine it is started through a command that ends in a shell there, such as `ssh host`, given in the node file:
+
+    model = "models/SmolLM2-135M-Instruct"      # a folder on every machine
+    dtype = "bfloat16"
+    [[node]]
+    name = "a"                                  # the first node is the head's
+    [[node]]
+    name = "b"
+    host = "10.0.0.7"                           # where it listens
+    command = ["ssh", "10.0.0.7", "cd armillary &&"]
+    python = ".venv/bin/python"
+    memory_gb = 24.0                            # for weights and caches
+    layer_ms = 0.8                              # one micro-batch through one layer: more layers go to faster nodes
+    threads = 8
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from refimpl.model.config import ModelConfig
+from refimpl.pipeline.partition import Chain, Device, Partition, chain_of, partition, uniform_links
+
+
+class LaunchError(Exception):
+    """The ring could not be started, or a node failed. Takes exactly one argument: the sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEntry:
+    """One node of a node file."""
+
+    name: str
+    host: str = "127.0.0.1"
+    command: tuple[str, ...] = ()  # before the python command; empty: this machine
+    python: str = sys.executable
+    memory_gb: float = 1e6
+    layer_ms: float = 1.0
+    threads: int = 0  # 0: this machine's cores, divided by its processes
+    latency_ms: float = 0.0  # added one way to whatever this node sends or receives
+    uplink_mbit_s: float | None = None
+    downlink_mbit_s: float | None = None
+    spare: bool = False  # not seated at first
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFile:
+    """A ring's nodes and what they run."""
+
+    model: str
+    nodes: tuple[NodeEntry, ...]
+    dtype: str = "bfloat16"
+
+    @staticmethod
+    def read(path: str | Path) -> NodeFile:
+        """Raises `LaunchError` with the file, the field and what was expected."""
+        try:
+            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise LaunchError(f"{path}: {error}") from error
+        known = {f.name for f in fields(NodeEntry)}
+        entries = []
+        for entry in raw.pop("node", []):
+            unknown = sorted(set(entry) - known)
+            if unknown or "name" not in entry:
+                raise LaunchError(
+                    f"{path}: node {entry.get('name', '?')!r}: unknown {unknown} or no name; known: {sorted(known)}"
+                )
+            if "command" in entry:
+                entry["command"] = tuple(entry["command"])
+            entries.append(NodeEntry(**entry))
+        unknown = sorted(set(raw) - {"model", "dtype"})
+        if unknown or "model" not in raw or not entries:
+            raise LaunchError(f"{path}: expected model, dtype and at least one [[node]]; unknown: {unknown}")
+        return NodeFile(model=raw["model"], dtype=raw.get("dtype", "bfloat16"), nodes=tuple(entries))
+
+
+def cut(
+    config: ModelConfig, nodes: Sequence[NodeEntry], *, sequences: int, capacity_tokens: int, dtype: str
+) -> Partition:
+    """Which node holds which layers: least bottleneck, in the order of the nodes. Raises `NoCut`."""
+    size = config.size(bytes_per_weight=2.0 if dtype == "bfloat16" else 4.0)
+    chain: Chain = chain_of(size, sequences, capacity_tokens, tied=config.tied_head)
+    devices = [Device(name=n.name, memory_bytes=n.memory_gb * 1e9, layer_s=n.layer_ms / 1e3) for n in nodes]
+    return partition(chain, devices, uniform_links(len(devices)), objective="throughput", order="given")
+
+
+@dataclass(slots=True)
+class Child:
+    """A node's process."""
+
+    entry: NodeEntry
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def read(self) -> dict[str, Any]:
+        """The next thing it says. Raises `LaunchError` when it has ended instead."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise LaunchError(f"node {self.entry.name!r} ended with code {self.process.wait()}; its words are above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def say(self, order: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+
+@contextlib.contextmanager
+def started(entries: Sequence[NodeEntry], configs: Sequence[dict[str, Any]]) -> Iterator[list[Child]]:
+    """All nodes' processes, listening and with each other's addresses; stopped at the end, whatever happens."""
+    children: list[Child] = []
+    try:
+        for entry, config in zip(entries, configs, strict=True):
+            packed = base64.b64encode(json.dumps(config).encode()).decode()
+            command = [*entry.command, entry.python, "-m", "refimpl.pipeline", "node", packed]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            children.append(Child(entry, process))
+        for child in children:
+            child.url = child.read()["url"]
+        book = {child.entry.name: child.url for child in children}
+        one_machine = not any(entry.command for entry in entries)
+        for child in children:
+            child.say({"book": book} | ({"started_s": time.monotonic()} if one_machine else {}))
+        yield children
+    finally:
+        for child in children:
+            if child.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    child.process.stdin.close()
+        for child in children:
+            try:
+                child.process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                child.process.kill()

@@ -1,0 +1,97 @@
+"""The ring as real processes over HTTP: same tokens as one process, also when one of them is killed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from refimpl.engine import TorchEngine
+from refimpl.model.sampler import Sampling
+from refimpl.model.weights import load_decoder
+from refimpl.pipeline.__main__ import arguments_of, main, node_file, prepared
+from refimpl.pipeline.launch import LaunchError, NodeFile, started
+from refimpl.tokenizer import chat_ids, load_tokenizer
+
+TINY = Path(__file__).parent / "data" / "tiny-model"
+PROMPTS = ["12+34=", "9031467>"]
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Prompts and the answers of one process."""
+    tokenizer = load_tokenizer(TINY)
+    ids = [chat_ids(tokenizer, prompt) for prompt in PROMPTS]
+    engine = TorchEngine(load_decoder(TINY, dtype=torch.float32, device="cpu"), name="tiny", proof=None, batch_max=1)
+    done = engine.generate(
+        ids, sampling=Sampling(temperature=0.5), seeds=[0, 1], max_new_tokens=40, eos_ids=frozenset()
+    )
+    return ids, [completion.tokens.tolist() for completion in done]
+
+
+def options(*more):
+    base = ["--model", str(TINY), "--dtype", "float32", "--new-tokens", "40", "--temperature", "0.5", "--rows", "2"]
+    return arguments_of().parse_args([*base, "--capacity-tokens", "64", *more])
+
+
+def without_stops(configs):
+    for config in configs:
+        config["ring"]["stop_tokens"] = []
+        config["ring"]["overdue_s_min"] = 10.0
+    return configs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--signed", "--latency-ms", "4", "--micro-batches", "2", "--rows", "1"]])
+def test_processes_answer_as_one_does(truth, more):
+    """Three stages, three processes; plain, and signed with two micro-batches over slow links."""
+    ids, answers = truth
+    given = options("--stages", "3", *more)
+    entries, configs = prepared(given, node_file(given), ids)
+    with started(entries, without_stops(configs)) as children:
+        assert children[0].read() == {"up": 1}
+        assert children[0].read()["answers"] == answers
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_no_trace(truth):
+    """SIGKILL to the middle stage while it works; the spare process takes its layers."""
+    ids, answers = truth
+    given = options("--stages", "3", "--spares", "1", "--latency-ms", "40")
+    entries, configs = prepared(given, node_file(given), ids)
+    with started(entries, without_stops(configs)) as children:
+        assert children[0].read() == {"up": 1}
+        children[1].process.kill()
+        result = children[0].read()
+        assert result["answers"] == answers and result["epoch"] == 2
+
+
+@pytest.mark.slow
+def test_the_command_prints_answers(capfd):
+    assert main(["--model", str(TINY), "--dtype", "float32", "--prompt", "12+34=", "--new-tokens", "6"]) == 0
+    out = capfd.readouterr().out
+    assert "stage0: layers 0..1" in out and "> 12+34=" in out and "tokens/s" in out
+
+
+def test_a_model_that_fits_nowhere_is_an_error_sentence(tmp_path, capsys):
+    """The sentence of the partition reaches the user."""
+    file = tmp_path / "ring.toml"
+    file.write_text(f'model = "{TINY}"\ndtype = "float32"\n[[node]]\nname = "a"\nmemory_gb = 0.0001\n')
+    assert main(["--nodes", str(file), "--prompt", "1+1="]) == 1
+    assert "bytes short" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model = 3 4", "ring.toml"),
+        ('dtype = "float32"', "expected model"),
+        ('model = "m"\n[[node]]\nname = "a"\nspeed = 3', r"unknown \['speed'\]"),
+        ('model = "m"\n[[node]]\nhost = "a"', "or no name"),
+        ('model = "m"\nlayers = 3\n[[node]]\nname = "a"', r"unknown: \['layers'\]"),
+    ],
+)
+def test_a_bad_node_file_names_the_field(tmp_path, text, says):
+    file = tmp_path / "ring.toml"
+    file.write_text(text)
+    with pytest.raises(LaunchError, match=says):
+        NodeFile.read(file)
