@@ -67,6 +67,8 @@ class Kernel(simpy.Environment):
         self.node = key >> NODE_SHIFT
         self.events_handled += 1
         callbacks, event.callbacks = event.callbacks, cast(Any, None)
+        if callbacks is None:  # it has happened before its time
+            return
         for callback in callbacks:
             callback(event)
         if not event._ok and not hasattr(event, "_defused"):

@@ -26,6 +26,8 @@ from sim.world import SimFabric, Stuck
 
 TRACED_NODES_MAX = 200
 """Scenarios of up to so many nodes are traced unless told otherwise."""
+HEARTBEATS_WATCHED_MAX = 2000
+"""In larger scenarios heartbeats are not among the waits."""
 RESTS = 20.0
 """A rest between assignments is exponential: one of so many means has a chance of exp(-20), 2e-9. Part of the bound of
 a worker's progress."""
@@ -59,6 +61,8 @@ class Oversight:
         self.trace = Trace(lambda s, t, r: network.path(s, t, reply=r).one_way_latency_s) if wanted else None
         groups = {member.name: member.group.name for member in members}
         fabric.watch = self.watch = Watch(lambda name: groups.get(name, name), self.trace)
+        if len(groups) > HEARTBEATS_WATCHED_MAX:  # most of what a large run does, and nobody waits for them
+            self.watch.passed_over = frozenset({"Heartbeat"})
         facts = Facts(
             workers={member.name for member in members if member.group.role == "worker"},
             services={member.name for member in members if member.group.role in SERVICES},

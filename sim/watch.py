@@ -74,6 +74,7 @@ class Watch:
         self.open: dict[Event, OpenCall] = {}
         self.waits: dict[tuple[str, str, str], Waits] = {}
         self.taps: dict[type[Message], Tap] = {}
+        self.passed_over: frozenset[str] = frozenset()  # kinds of messages that are not watched
         self._group_of = group_of
         self._groups: dict[str, str] = {}
 

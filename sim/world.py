@@ -57,6 +57,8 @@ class Recorder(Protocol):
 class Watcher(Protocol):
     """Who is told of calls and computing; `sim.watch.Watch`."""
 
+    passed_over: frozenset[str]  # kinds of messages that it is not told of
+
     def call_begun(
         self,
         reply: Event,
@@ -141,9 +143,14 @@ class SimSignal:
     def set(self) -> None:
         self._set = True
         waiting, self._waiting = self._waiting, []
+        kernel = self._world.fabric.kernel
         for event in waiting:
-            if not event.triggered:
-                event.succeed()
+            kernel.at(self._world.index, cast(int, kernel._now), partial(self._fire, event))
+
+    @staticmethod
+    def _fire(event: Event, _: Event) -> None:
+        if event.callbacks is not None:
+            happen(event, True, None)
 
     def is_set(self) -> bool:
         return self._set
@@ -151,22 +158,17 @@ class SimSignal:
     async def wait(self, timeout_s: float | None = None) -> bool:
         if self._set:
             return True
-        kernel, node = self._world.fabric.kernel, self._world.index
+        kernel = self._world.fabric.kernel
         event = Event(kernel)
         self._waiting.append(event)
         if timeout_s is None:
             await wait(event)
             return True
-
-        def late(_: Event) -> None:
-            if not event.triggered:
-                event.succeed()
-
-        timer = kernel.at(node, cast(int, kernel.now) + to_ns(timeout_s), late)
+        # the event is its own timer; whoever sets the signal makes it happen sooner
+        event._ok, event._value = True, None
+        kernel.schedule_for(self._world.index, event, delay=to_ns(timeout_s))
         await wait(event)
-        if timer.callbacks is not None:
-            timer.callbacks.clear()
-        if event in self._waiting:
+        if not self._set:
             self._waiting.remove(event)
         return self._set
 
@@ -233,7 +235,10 @@ class SimWorld:
         deadline_ns = now_ns + to_ns(timeout_s)
         self.calls[reply] = (target, kind, now_ns, deadline_ns)
         arrived: Callable[[], None] = lambda: callee.receive(self, message, reply)  # noqa: E731
-        if (watch := fabric.watch) is not None:
+        watch = fabric.watch
+        if watch is not None and kind in watch.passed_over:
+            watch = None
+        if watch is not None:
             arrived = watch.call_begun(reply, self, callee, message, size, arrived)
 
         fabric.deadlines.add(deadline_ns, self.index, reply, (target, kind, timeout_s))
