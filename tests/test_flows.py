@@ -335,6 +335,37 @@ def test_a_clock_that_goes_back_and_bad_numbers_are_refused() -> None:
         engine.cancel(7.0, flow)
 
 
+def test_bytes_are_conserved() -> None:
+    """What a flow's rate carries from its start to its end is its size, through every change of rate."""
+    rng = random.Random(5)
+    engine = FlowEngine()
+    links = [engine.add_link(rng.uniform(1.0, 20.0)) for _ in range(12)]
+    sizes: dict[int, float] = {}
+    carried: dict[int, float] = {}
+    now_s, ended = 0.0, 0
+    for step in range(400):
+        if step < 150:
+            size = rng.lognormvariate(2.0, 1.0)
+            flow = engine.start(now_s, rng.sample(links, 3), size, weight=rng.choice([1.0, 3.0]))
+            sizes[flow], carried[flow] = size, 0.0
+            if step % 10 == 0:
+                engine.set_capacity(now_s, rng.choice(links), rng.uniform(0.0, 20.0) * (step % 20 > 0))
+        elif step == 150:
+            for link in links:
+                engine.set_capacity(now_s, link, 10.0)
+        next_s = engine.next_event_s()
+        if next_s == math.inf:
+            break
+        pause_s = next_s - now_s if step >= 150 else min(next_s - now_s, rng.uniform(0.0, 0.5))
+        for flow in sizes:
+            carried[flow] += engine.rate(flow) * pause_s
+        now_s = next_s if step >= 150 else now_s + pause_s
+        for flow, _ in engine.advance(now_s):
+            assert carried[flow] == pytest.approx(sizes.pop(flow), rel=1e-9)
+            ended += 1
+    assert ended == 150 and not sizes and engine.active_flows() == []
+
+
 def test_two_engines_in_one_process_do_not_meet() -> None:
     """A second simulation in one process gives what the first gave: no counter or state is shared."""
 

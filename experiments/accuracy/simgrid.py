@@ -2,8 +2,8 @@
 
     python -m experiments.accuracy.simgrid
 
-Replays `tests/data/simgrid` (its README says how it was made) through `sim.network`: the *pure* cases with plain max-min
-fairness, the *lv08* cases with the TCP model of that name. Leaves `results/simgrid.md`.
+Replays `tests/data/simgrid` (its README says how it was made) through `sim.network`: the *pure* cases with plain
+max-min fairness, the *lv08* cases with the TCP model of that name. Leaves `results/simgrid.md`.
 """
 
 from __future__ import annotations
