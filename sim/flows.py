@@ -27,6 +27,9 @@ import numpy as np
 
 from sim.flows_core import (
     CAPACITY,
+    DONE,
+    DONE_S,
+    FIRST,
     HELD_BY,
     MOVED,
     SCANS,
@@ -316,7 +319,8 @@ class FlowEngine:
             self._solve()
         if self._core_next_s <= now_s:
             count, self._core_next_s = run_until(self._core, now_s)
-            slots, times = self._core.done_flow[:count].tolist(), self._core.done_s[:count].tolist()
+            slots = self._core.flow_i[:count, DONE].tolist()
+            times = self._core.flow_f[:count, DONE_S].tolist()
             for slot, finish_s in zip(slots, times, strict=True):
                 self._done.append((finish_s, self._flow_in[slot]))
                 self._forget(slot)
@@ -356,7 +360,7 @@ class FlowEngine:
             self._links_in.append(())
             self._bound_link_in.append(0)
             self._size_in.append(0.0)
-        width = (self._core.flow_i.shape[1] - 2) // 2
+        width = (self._core.flow_i.shape[1] - FIRST) // 2
         if slot >= self._core.flow_f.shape[0] or count > width:
             self._core = grown(self._core, links=0, flows=2 * slot, width=count, pool=0)
         if count > len(self._path):

@@ -33,25 +33,24 @@ import numpy as np
 from numba import njit
 
 # rows of link_f
-SHARE, LEVEL, CAPACITY, SERVICE, SERVICE_S, ALLOWED, WEIGHTS, SPARE = range(8)
+SHARE, LEVEL, CAPACITY, SERVICE, SERVICE_S, ALLOWED, WEIGHTS, SPARE, EVENT_KEY, QUEUE_KEY = range(10)
 # SHARE: S_l. LEVEL: the same, but infinity while pending (= does not limit others yet). SERVICE: V_l at time SERVICE_S.
 # ALLOWED: the level that its flows allow, as last scanned. WEIGHTS: sum of weights of all flows on the link.
 # SPARE: bytes/s that no flow's limit lays claim to, while the link is not full.
 # rows of link_i
-START, COUNT, ROOM, HELD, STATUS, SCANNED, QUEUE_AT, EVENT_AT, DIRTY = range(9)
+START, COUNT, ROOM, HELD, STATUS, SCANNED, QUEUE_AT, EVENT_AT, DIRTY, EVENTS, QUEUE, TOUCHED, CHANGED = range(13)
 # START, COUNT, ROOM: its piece of the member pool. HELD: so many members, the first ones, are held by it (a heap).
-# SCANNED: the EPOCH in which ALLOWED was computed.
+# SCANNED: the EPOCH in which ALLOWED was computed. EVENTS, QUEUE, TOUCHED, CHANGED are not per link but lists of links,
+# the first two heaps by EVENT_KEY and QUEUE_KEY; EVENT_AT and QUEUE_AT: a link's place in them, or -1.
 # rows of member_i and member_f
 FLOW, PLACE, HOLDER = range(3)  # slot of the flow, which of the flow's links this is, link that holds the flow
 WEIGHT, KEY, LIMIT = range(3)
 # KEY: service at which the flow ends, for members that this link holds. LIMIT: level up to which the flow may rise
 # without a look at this link, while the link is not full.
-# columns of flow_i: number of links, holder, then `width` links, then `width` positions in those links' members
-LINKS, HELD_BY, FIRST = 0, 1, 2
+# columns of flow_i: number of links, holder, DONE, then `width` links, then `width` positions in those links' members
+LINKS, HELD_BY, DONE, FIRST = 0, 1, 2, 3  # DONE: a list of the slots that finished
 # columns of flow_f
-FLOW_WEIGHT, FLOW_LEFT = 0, 1  # FLOW_LEFT: bytes per weight, valid only until the flow is first held
-# rows of lists and keys
-EVENTS, QUEUE, TOUCHED, CHANGED = range(4)
+FLOW_WEIGHT, FLOW_LEFT, DONE_S = 0, 1, 2  # FLOW_LEFT: bytes per weight, until the flow is first held
 # counters
 POOL_TOP, EVENT_COUNT, QUEUE_COUNT, TOUCHED_COUNT, CHANGED_COUNT, SOLVES, SCANS, MOVED, EPOCH = range(9)
 # EPOCH rises whenever a link becomes pending or settled: what was computed before may have changed.
@@ -67,34 +66,25 @@ ULPS = 4  # finishes within so many roundings of the clock are one event
 class Core(NamedTuple):
     """The whole state, as arrays that numba can take; `grown` replaces them by larger ones."""
 
-    link_f: np.ndarray  # float64 [8, links]
-    link_i: np.ndarray  # int64 [9, links]
-    flow_f: np.ndarray  # float64 [flows, 2]
-    flow_i: np.ndarray  # int64 [flows, 2 + 2 * width]
+    link_f: np.ndarray  # float64 [10, links]
+    link_i: np.ndarray  # int64 [13, links]
+    flow_f: np.ndarray  # float64 [flows, 3]
+    flow_i: np.ndarray  # int64 [flows, 3 + 2 * width]
     member_f: np.ndarray  # float64 [3, pool]
     member_i: np.ndarray  # int64 [3, pool]
-    keys: np.ndarray  # float64 [2, links]: of the event heap and of the queue
-    lists: np.ndarray  # int64 [4, links]: event heap, queue, touched links, changed links
-    done_flow: np.ndarray  # int64 [flows]: slots that finished
-    done_s: np.ndarray  # float64 [flows]: and when
     counters: np.ndarray  # int64 [9]
 
 
 def new_core(links: int = 64, flows: int = 64, width: int = 4, pool: int = 1024) -> Core:
     core = Core(
-        link_f=np.zeros((8, links)),
-        link_i=np.zeros((9, links), np.int64),
-        flow_f=np.zeros((flows, 2)),
-        flow_i=np.zeros((flows, 2 + 2 * width), np.int64),
+        link_f=np.zeros((10, links)),
+        link_i=np.zeros((13, links), np.int64),
+        flow_f=np.zeros((flows, 3)),
+        flow_i=np.zeros((flows, FIRST + 2 * width), np.int64),
         member_f=np.zeros((3, pool)),
         member_i=np.zeros((3, pool), np.int64),
-        keys=np.zeros((2, links)),
-        lists=np.zeros((4, links), np.int64),
-        done_flow=np.zeros(flows, np.int64),
-        done_s=np.zeros(flows),
         counters=np.zeros(9, np.int64),
     )
-    core.link_f[SHARE:ALLOWED, :] = 0.0
     core.link_f[SHARE, :] = core.link_f[LEVEL, :] = np.inf
     core.link_i[QUEUE_AT, :] = core.link_i[EVENT_AT, :] = -1
     return core
@@ -116,8 +106,6 @@ def grown(core: Core, links: int, flows: int, width: int, pool: int) -> Core:
     new_width = (larger.flow_i.shape[1] - FIRST) // 2
     larger.flow_i[:flow_count, : FIRST + old_width] = core.flow_i[:, : FIRST + old_width]
     larger.flow_i[:flow_count, FIRST + new_width : FIRST + new_width + old_width] = core.flow_i[:, FIRST + old_width :]
-    larger.keys[:, :link_count] = core.keys
-    larger.lists[:, :link_count] = core.lists
     larger.counters[:] = core.counters
     _pack_members(core.link_i, core.member_f, core.member_i, larger.link_i, larger.member_f, larger.member_i)
     used = larger.link_i[ROOM].sum()
@@ -176,9 +164,9 @@ def _sift(keys, links, places, at, count):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _heap_set(core, which, place_row, counter, link, key):  # type: ignore[no-untyped-def]
+def _heap_set(core, which, key_row, place_row, counter, link, key):  # type: ignore[no-untyped-def]
     """Insert the link, or move it to its new key."""
-    keys, links, places = core.keys[which], core.lists[which], core.link_i[place_row]
+    keys, links, places = core.link_f[key_row], core.link_i[which], core.link_i[place_row]
     at = places[link]
     if at < 0:
         at = core.counters[counter]
@@ -189,8 +177,8 @@ def _heap_set(core, which, place_row, counter, link, key):  # type: ignore[no-un
 
 
 @njit(cache=True)
-def _heap_remove(core, which, place_row, counter, link):  # type: ignore[no-untyped-def]
-    keys, links, places = core.keys[which], core.lists[which], core.link_i[place_row]
+def _heap_remove(core, which, key_row, place_row, counter, link):  # type: ignore[no-untyped-def]
+    keys, links, places = core.link_f[key_row], core.link_i[which], core.link_i[place_row]
     at = places[link]
     if at < 0:
         return
@@ -306,7 +294,7 @@ def _let_go(core, width, flow, link, now_s):  # type: ignore[no-untyped-def]
 def _note_change(core, link):  # type: ignore[no-untyped-def]
     if core.link_i[DIRTY, link] == 0:
         core.link_i[DIRTY, link] = 1
-        core.lists[CHANGED, core.counters[CHANGED_COUNT]] = link
+        core.link_i[CHANGED, core.counters[CHANGED_COUNT]] = link
         core.counters[CHANGED_COUNT] += 1
 
 
@@ -465,11 +453,11 @@ def _mark(core, link, level):  # type: ignore[no-untyped-def]
         link_i[SCANNED, link] = -1
         core.counters[EPOCH] += 1
         core.link_f[LEVEL, link] = np.inf
-        core.lists[TOUCHED, core.counters[TOUCHED_COUNT]] = link
+        core.link_i[TOUCHED, core.counters[TOUCHED_COUNT]] = link
         core.counters[TOUCHED_COUNT] += 1
-        _heap_set(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link, level)
-    elif core.keys[QUEUE, link_i[QUEUE_AT, link]] > level:
-        _heap_set(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link, level)
+        _heap_set(core, QUEUE, QUEUE_KEY, QUEUE_AT, QUEUE_COUNT, link, level)
+    elif core.link_f[QUEUE_KEY, link_i[QUEUE_AT, link]] > level:
+        _heap_set(core, QUEUE, QUEUE_KEY, QUEUE_AT, QUEUE_COUNT, link, level)
 
 
 @njit(cache=True)
@@ -555,13 +543,13 @@ def solve(core, now_s):  # type: ignore[no-untyped-def]
     link_f, link_i, counters = core.link_f, core.link_i, core.counters
     width = (core.flow_i.shape[1] - FIRST) // 2
     for i in range(counters[CHANGED_COUNT]):
-        link = core.lists[CHANGED, i]
+        link = core.link_i[CHANGED, i]
         link_i[DIRTY, link] = 0
         _mark(core, link, 0.0)
     counters[CHANGED_COUNT] = 0
     counters[SOLVES] += 1
     while counters[QUEUE_COUNT] > 0:
-        link, level = core.lists[QUEUE, 0], core.keys[QUEUE, 0]
+        link, level = core.link_i[QUEUE, 0], core.link_f[QUEUE_KEY, 0]
         before = link_f[SHARE, link]
         if link_i[SCANNED, link] != counters[EPOCH]:
             link_i[SCANNED, link] = counters[EPOCH]
@@ -572,22 +560,22 @@ def solve(core, now_s):  # type: ignore[no-untyped-def]
         allowed = link_f[ALLOWED, link]
         key = min(before, allowed) if link_i[STATUS, link] == PENDING else allowed
         if key > level:
-            _heap_set(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link, key)
+            _heap_set(core, QUEUE, QUEUE_KEY, QUEUE_AT, QUEUE_COUNT, link, key)
             continue
         if link_i[STATUS, link] == PENDING and before * (1.0 + SAME) < allowed:
             link_i[STATUS, link] = RELEASED
             link_i[SCANNED, link] = -1
             _release(core, link, level, allowed, True)
             continue
-        _heap_remove(core, QUEUE, QUEUE_AT, QUEUE_COUNT, link)
+        _heap_remove(core, QUEUE, QUEUE_KEY, QUEUE_AT, QUEUE_COUNT, link)
         _settle(core, width, link, allowed, now_s)
     for i in range(counters[TOUCHED_COUNT]):
-        link = core.lists[TOUCHED, i]
+        link = core.link_i[TOUCHED, i]
         link_i[STATUS, link] = CLEAN
         link_f[LEVEL, link] = link_f[SHARE, link]
         _file_next_finish(core, link)
     counters[TOUCHED_COUNT] = 0
-    return core.keys[EVENTS, 0] if counters[EVENT_COUNT] > 0 else np.inf
+    return core.link_f[EVENT_KEY, 0] if counters[EVENT_COUNT] > 0 else np.inf
 
 
 @njit(cache=True)
@@ -595,30 +583,32 @@ def _file_next_finish(core, link):  # type: ignore[no-untyped-def]
     """t_l = t + (V of the first to end - V_l) / S_l."""
     share = core.link_f[SHARE, link]
     if core.link_i[HELD, link] == 0 or share == 0.0:
-        _heap_remove(core, EVENTS, EVENT_AT, EVENT_COUNT, link)
+        _heap_remove(core, EVENTS, EVENT_KEY, EVENT_AT, EVENT_COUNT, link)
         return
     to_go = core.member_f[KEY, core.link_i[START, link]] - core.link_f[SERVICE, link]
-    _heap_set(core, EVENTS, EVENT_AT, EVENT_COUNT, link, core.link_f[SERVICE_S, link] + max(to_go, 0.0) / share)
+    _heap_set(
+        core, EVENTS, EVENT_KEY, EVENT_AT, EVENT_COUNT, link, core.link_f[SERVICE_S, link] + max(to_go, 0.0) / share
+    )
 
 
 @njit(cache=True)
 def run_until(core, limit_s):  # type: ignore[no-untyped-def]
     """Finish, in order, every flow that ends by `limit_s`, and solve after each instant. Returns (how many finished,
-    next finish); slots and times are in done_flow and done_s."""
+    next finish); slots are in column DONE of flow_i, times in DONE_S of flow_f."""
     count = 0
-    while core.counters[EVENT_COUNT] > 0 and core.keys[EVENTS, 0] <= limit_s:
-        now_s = core.keys[EVENTS, 0]
+    while core.counters[EVENT_COUNT] > 0 and core.link_f[EVENT_KEY, 0] <= limit_s:
+        now_s = core.link_f[EVENT_KEY, 0]
         same_s = now_s + ULPS * 2.3e-16 * abs(now_s)
-        while core.counters[EVENT_COUNT] > 0 and core.keys[EVENTS, 0] <= same_s:
-            link = core.lists[EVENTS, 0]
+        while core.counters[EVENT_COUNT] > 0 and core.link_f[EVENT_KEY, 0] <= same_s:
+            link = core.link_i[EVENTS, 0]
             flow = core.member_i[FLOW, core.link_i[START, link]]
             detach(core, flow, now_s)
-            core.done_flow[count] = flow
-            core.done_s[count] = now_s
+            core.flow_i[count, DONE] = flow
+            core.flow_f[count, DONE_S] = now_s
             count += 1
             _file_next_finish(core, link)
         solve(core, now_s)
-    return count, (core.keys[EVENTS, 0] if core.counters[EVENT_COUNT] > 0 else np.inf)
+    return count, (core.link_f[EVENT_KEY, 0] if core.counters[EVENT_COUNT] > 0 else np.inf)
 
 
 @njit(cache=True)
