@@ -45,12 +45,16 @@ def test_nothing_to_do_and_no_way() -> None:
 
 
 def test_fourteen_minutes_fall_below_one() -> None:
-    """62 GB at 590 Mbit/s take 14 minutes; an increment of a fiftieth, applied at 1.1 GB/s, less than one."""
-    speeds = Speeds(download_bytes_per_s=590e6 / 8, apply_bytes_per_s=1.1e9, rtt_s=0.1)
+    """62 GB at 590 Mbit/s take 14 minutes; an increment of a fiftieth less than one, if four cores apply it at 300 MB/s
+    each. One core alone would need longer than the transfer."""
+    speeds = Speeds(download_bytes_per_s=590e6 / 8, apply_bytes_per_s=4 * 300e6, rtt_s=0.1)
     whole = plan_route(None, 2, {2: 62 * 10**9}, {}, speeds)
     increment = plan_route(1, 2, {1: 62 * 10**9, 2: 62 * 10**9}, {(1, 2): 62 * 10**9 // 50}, speeds)
     assert whole is not None and whole.finish_s == pytest.approx(840.7, abs=0.1)
     assert increment is not None and increment.finish_s < 60.0
+    alone = Speeds(download_bytes_per_s=590e6 / 8, apply_bytes_per_s=300e6, rtt_s=0.1)
+    slower = plan_route(1, 2, {1: 62 * 10**9, 2: 62 * 10**9}, {(1, 2): 62 * 10**9 // 50}, alone)
+    assert slower is not None and 200.0 < slower.finish_s < 210.0
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,6 +1,6 @@
 """How small is an increment between real consecutive checkpoints, and how fast is it made and applied?
 
-    python -m experiments.bench.shardcast_delta                       # SmolLM2, learning rates 3e-7 and 1e-6
+    python -m experiments.bench.shardcast_delta          # SmolLM2 and the tiny model, learning rates 3e-7 and 1e-6
     python -m experiments.bench.shardcast_delta --models DIR … --learning-rates 3e-7 --starts spread
 
 Trains each model for a few versions (`experiments/shardcast/checkpoints.py`; kept under build/, so that a second run
@@ -211,7 +211,9 @@ def cpu_name() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, nargs="+", default=[Path("models/SmolLM2-135M-Instruct")])
+    parser.add_argument(
+        "--models", type=Path, nargs="+", default=[Path("models/SmolLM2-135M-Instruct"), Path("tests/data/tiny-model")]
+    )
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[3e-7, 1e-6])
     parser.add_argument("--starts", nargs="+", choices=["grid", "spread"], default=["spread", "grid"])
     parser.add_argument("--versions", type=int, default=2)

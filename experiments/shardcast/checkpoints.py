@@ -3,8 +3,8 @@
     python -m experiments.shardcast.checkpoints --model models/SmolLM2-135M-Instruct --into build/checkpoints/a
 
 fp32 master weights, AdamW (β 0.9 and 0.99), real gradients of next-token loss on English text (the language reference
-that comes with Python), eight optimizer steps per version as in INTELLECT-2, and after each version the weights cast to
-bf16 and written as safetensors: v0, v1, v2, …
+that comes with Python; for a model with an alphabet of digits, additions), eight optimizer steps per version as in
+INTELLECT-2, and after each version the weights cast to bf16 and written as safetensors: v0, v1, v2, …
 
 `start`: where the master weights begin. "grid": on the bf16 checkpoint itself, as a run begins that loads a published
 model; hardly anything flips at first, for every weight has half a unit to go. "spread": each master weight somewhere in
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import pydoc_data.topics
+import random
 import time
 from pathlib import Path
 
@@ -35,6 +36,15 @@ def spread_over_cells(parameters: list[torch.nn.Parameter], generator: torch.Gen
             bits += torch.where(parameter != 0, noise, 0)
 
 
+def training_text(vocabulary: int, seed: int) -> str:
+    """English where the model can read it, additions where it knows digits only."""
+    if vocabulary > 100:
+        return "\n".join(pydoc_data.topics.topics.values())
+    rng = random.Random(seed)
+    pairs = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(5000)]
+    return "".join(f"{a}+{b}={a + b}" for a, b in pairs)
+
+
 def make_checkpoints(
     model_folder: Path, into: Path, *, learning_rate: float, versions: int, start: str, tokens: int = 96, seed: int = 0
 ) -> list[Path]:
@@ -45,10 +55,13 @@ def make_checkpoints(
     into.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    text = "\n".join(pydoc_data.topics.topics.values())
+    text = training_text(len(tokenizer), seed)
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     generator = torch.Generator().manual_seed(seed)
     parameters = list(model.parameters())
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.to(torch.bfloat16))
     if start == "spread":
         spread_over_cells(parameters, generator)
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.99), fused=True)
