@@ -15,10 +15,13 @@ from refimpl.grpo.packing import (
     PADDING,
     PackedBatch,
     TrainSample,
+    _rows_of_blocks,
     answer_length,
     cut,
     first_fit,
     pack,
+    plan_rows,
+    row_length,
     share_rows,
 )
 from refimpl.model.config import FAMILIES, Family, ModelConfig
@@ -75,7 +78,7 @@ def test_ranks_run_in_step_and_train_nothing_twice(lengths: list[int], ranks: in
 def test_an_empty_row_trains_nothing() -> None:
     batch = pack([sample(2, 3)], [[0], []])
     assert batch.totals().tokens == 3 and batch.totals().sequences == 1 and batch.totals().cells == 10
-    assert (batch.segment_BT[1] == PADDING).all() and not batch.mask_BT[1].any()
+    assert (batch.segment_BT[1] == PADDING).all() and batch.scored_N.max() < 5
     assert pack([], [[]]).totals().tokens == 0
 
 
@@ -91,7 +94,7 @@ def test_two_samples_of_three_and_five() -> None:
     assert batch.token_BT[0].tolist() == [*long.prompt, *long.answer, *short.prompt, *short.answer, 99, 99]
     assert batch.position_BT[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
     assert batch.segment_BT[0].tolist() == [1] * 5 + [0] * 3 + [PADDING] * 2
-    assert batch.mask_BT[0].tolist() == [False, False, True, True, True, False, False, True, False, False]
+    assert batch.scored_N.tolist() == [2, 3, 4, 7] and batch.predictor_N.tolist() == [1, 2, 3, 6]
     assert batch.scored(batch.token_BT).tolist() == [*long.answer, *short.answer]
     assert batch.scored(batch.behaviour_BT).tolist() == [*long.behaviour, *short.behaviour]
     assert batch.scored(batch.advantage_BT).tolist() == pytest.approx([long.advantage] * 3 + [short.advantage])
@@ -102,7 +105,7 @@ def test_two_samples_of_three_and_five() -> None:
 def test_dtypes_at_the_border() -> None:
     batch = pack([sample(2, 3)], [[0]])
     assert batch.token_BT.dtype == batch.position_BT.dtype == torch.int64
-    assert batch.mask_BT.dtype == torch.bool and batch.behaviour_BT.dtype == torch.float32
+    assert batch.behaviour_BT.dtype == batch.advantage_BT.dtype == torch.float32
     ids = np.arange(3, dtype=np.float32)
     with pytest.raises(ValueError, match="answer is float32"):
         TrainSample(prompt=np.ones(2, dtype=np.int32), answer=ids, behaviour=ids, advantage=1.0)  # type: ignore[arg-type]
@@ -236,3 +239,81 @@ def test_one_sample_does_not_depend_on_its_neighbours() -> None:
         logprob = scored_logprobs(model, batch, batch.attention_B1TT())
         results.append(logprob[batch.scored(batch.segment_BT) == 1])
     assert torch.equal(results[0], results[1])
+
+
+# --- a prompt shared by its answers -----------------------------------------------------------------------------------
+
+
+def group(prompt: int, answers: list[int], seed: int) -> list[TrainSample]:
+    base = sample(prompt, 1, seed)
+    return [
+        TrainSample(prompt=base.prompt, answer=s.answer, behaviour=s.behaviour, advantage=s.advantage)
+        for s in (sample(prompt, n, seed + 10 + i) for i, n in enumerate(answers))
+    ]
+
+
+GROUPS = [*group(5, [3, 7, 1, 2], 1), *group(2, [11, 4], 2), *group(3, [6], 3)]
+
+
+def test_a_shared_prompt_by_hand() -> None:
+    """Two answers to one prompt: the prompt stands once, both go on from its end, neither sees the other."""
+    samples = group(2, [2, 1], 1)
+    batch = pack(samples, [[0, 1]], width=6, share_prompts=True)
+    assert batch.token_BT[0].tolist() == [*samples[0].prompt, *samples[0].answer, *samples[1].answer, 0]
+    assert batch.position_BT[0].tolist() == [0, 1, 2, 3, 2, 0]
+    assert batch.scored_N.tolist() == [2, 3, 4] and batch.predictor_N.tolist() == [1, 2, 1]
+    mask = batch.attention_B1TT()
+    assert mask is not None
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+    assert batch.totals().tokens == 3 and batch.totals().sequences == 2
+    assert row_length(samples, [0, 1]) == 5
+
+
+@pytest.mark.parametrize("capacity", [13, 19, 31, 100])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_shared_prompts_change_nothing(family: Family, capacity: int) -> None:
+    """Log-probabilities, loss and gradients equal one sample a row; each answer token is trained once."""
+    model = tiny(family)
+    rows = _rows_of_blocks(GROUPS, capacity, share_prompts=True)
+    assert sorted(index for row in rows for index in row) == list(range(len(GROUPS)))
+    assert all(row_length(GROUPS, row) <= capacity for row in rows)
+    shared = pack(GROUPS, rows, share_prompts=True)
+    assert shared.totals().tokens == sum(len(s.answer) for s in GROUPS)
+    if capacity > 13:
+        assert sum(row_length(GROUPS, row) for row in rows) < sum(len(s) for s in GROUPS)
+    alone = train_gradient(model, [pack(GROUPS, [[index]]) for index in range(len(GROUPS))])
+    packed = train_gradient(model, [shared])
+    for index, logprob in alone[0].items():
+        torch.testing.assert_close(packed[0][index], logprob, rtol=0, atol=1e-5)
+    assert packed[2] == pytest.approx(alone[2], abs=1e-5)
+    for ours, theirs in zip(packed[1], alone[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_the_plan_weighs_cells_against_attention() -> None:
+    """Long prompts with short answers are shared; a lone long sample is not padded for it; every sample once."""
+    long_prompts = [s for seed in range(4) for s in group(60, [8] * 16, 100 * seed)]
+    rows = plan_rows(long_prompts, hidden=576)
+    cells = sum(row_length(long_prompts, row) for row in rows)
+    assert cells < 0.35 * sum(len(s) for s in long_prompts)
+    assert sorted(index for row in rows for index in row) == list(range(64))
+    plain = plan_rows(long_prompts, hidden=576, share_prompts=False)
+    assert sum(len(row) for row in plain) == 64
+    different = [sample(10, 50, seed) for seed in range(8)]
+    assert plan_rows(different, hidden=16) == [[index] for index in range(8)], "nothing to share: no wider rows"
+    assert plan_rows([], hidden=8) == []
+
+
+def test_lay_and_unlay() -> None:
+    """Values by sample go to their cells and come back, whatever the order of rows."""
+    values = [np.arange(len(s.answer), dtype=np.float32) + 100 * i for i, s in enumerate(GROUPS)]
+    batch = pack(GROUPS, [[6], [5, 4], [1, 3, 0, 2]], share_prompts=True)
+    back = batch.unlay(batch.scored(batch.lay(values)))
+    assert back.keys() == set(range(7)) and all(np.array_equal(back[i], values[i]) for i in back)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from refimpl.grpo.logprob import Keep, head_logprobs
 from refimpl.grpo.loss import METRICS, BatchTotals, LossConfig, grpo_loss, metric_means
-from refimpl.grpo.packing import PackedBatch, TrainSample, first_fit, pack
+from refimpl.grpo.packing import PackedBatch, TrainSample, pack, plan_rows, row_length
 
 FloatArray = npt.NDArray[np.float32]
 Hidden = Callable[..., Tensor]
@@ -44,7 +44,7 @@ class StepConfig:
     beta2: float = 0.99
     weight_decay: float = 0.01
     clip_norm: float = 0.1  # the gradient's norm is cut to this; inf: never
-    row_tokens: int | None = None  # capacity of a row; None: the longest sample of the step
+    row_tokens: int | None = None  # capacity of a row; None: what costs least, see packing.plan_rows
     micro_cells: int = 8192  # cells of a micro-batch: bounds the memory of a pass
 
     def __post_init__(self) -> None:
@@ -194,14 +194,15 @@ class Learner:
 
     def micro_batches(self, samples: Sequence[TrainSample]) -> Iterator[PackedBatch]:
         """All samples, packed, at most `micro_cells` cells at a time (or one row)."""
-        lengths = [len(sample) for sample in samples]
-        width = self.config.row_tokens or max(lengths)
-        rows = first_fit(lengths, width)
-        rows.sort(key=lambda row: -sum(lengths[index] for index in row))  # like widths together
-        count = max(1, self.config.micro_cells // width)
+        head: Tensor = self.policy.decoder.head  # type: ignore[assignment]
+        rows = plan_rows(samples, hidden=head.shape[1], capacity=self.config.row_tokens)
+        rows.sort(key=lambda row: -row_length(samples, row))  # like widths together
         device = self.parameters[0].device
-        for start in range(0, len(rows), count):
-            yield pack(samples, rows[start : start + count]).to(device)
+        start = 0
+        while start < len(rows):
+            count = max(1, self.config.micro_cells // row_length(samples, rows[start]))
+            yield pack(samples, rows[start : start + count], share_prompts=True).to(device)
+            start += count
 
     def _learning_rate(self) -> float:
         warm = self.config.warm_up_steps
