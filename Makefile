@@ -23,7 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 $(SMOLLM2)/config.json: | $(STAMP)
 	@$(RUN) -m refimpl.model.prepare
 
-model: $(SMOLLM2)/config.json ## SmolLM2-135M-Instruct into models/
+model: $(STAMP) ## SmolLM2-135M-Instruct into models/, or MODEL=folder-or-hub-id
+	@$(RUN) -m refimpl.model.prepare $(MODEL)
 
 sim: $(STAMP) ## simulate SCENARIO, e.g. make sim SCENARIO=adversarial SEED=3
 	@$(RUN) -m sim run $(SCENARIO) $(if $(SEED),--seed $(SEED)) $(if $(MODEL),--model $(MODEL))
@@ -41,7 +42,8 @@ lint: $(STAMP) ## ruff and mypy
 	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check . && $(RUN) -m mypy
 
 bench: $(STAMP) $(SMOLLM2)/config.json ## side-by-side speed against the peers that are installed
-	@for bench in experiments/bench/*.py; do echo "== $$bench"; $(RUN) $$bench || exit 1; done
+	@for bench in generate sampler calls; do echo "== $$bench"; $(RUN) experiments/bench/$$bench.py || exit 1; done
+	@echo "toploc, flows, grpo_step and shardcast_delta compare with peers of their own environments: --help says how"
 
 clean: ## runs, caches and the environment; models stay
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Every wire message, and the one way in which it becomes bytes.
+"""How messages become bytes, one way for all; and the messages of the testnet (other protocols keep their own).
 
 A message is a frozen dataclass marked with `@wire`. What one side sends is what the other receives, so both sides read
 this file. A frame is
@@ -166,7 +166,11 @@ def _write_array(value: np.ndarray, header: bytearray, body: list[Any]) -> None:
     for length in value.shape:
         header += _U64.pack(length)
     # a zero-sized view cannot be cast to bytes; it has none
-    body.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data if value.size else b"")
+    body.append(
+        np.ascontiguousarray(value, value.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+        if value.size
+        else b""
+    )
 
 
 def _read_array(reader: _Reader, what: str) -> np.ndarray:
@@ -206,7 +210,7 @@ _PLAIN: dict[Any, _Codec] = {
     str: _Codec(_size_str, _write_str, _read_str),
     bytes: _Codec(lambda v: 4 + len(v), _write_bytes, _read_bytes),
     np.ndarray: _Codec(lambda v: 2 + 8 * v.ndim + v.nbytes, _write_array, _read_array),
-    Blob: _Codec(lambda v: 4 + len(v.content_id) + 8 + v.size_bytes, _write_blob, _read_blob),
+    Blob: _Codec(lambda v: _size_str(v.content_id) + 8 + v.size_bytes, _write_blob, _read_blob),
 }
 
 
@@ -389,15 +393,24 @@ class Register(Message):
 @wire
 @dataclass(frozen=True)
 class AskWork(Message):
-    """Worker -> orchestrator: give me prompts."""
+    """Worker -> orchestrator: give me prompts. Numbers rise with each new question, so that nobody can ask again in
+    somebody's name; the same number again gets the same answer, for a reply may be lost."""
 
     public_key: str
+    number: int
+    signature: bytes = b""  # over `question_bytes`
+
+
+def question_bytes(question: AskWork) -> bytes:
+    """What a worker signs when it asks for prompts."""
+    return f"{question.public_key}|{question.number}".encode()
 
 
 @wire
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """Worker -> orchestrator: I am here, and have done this much."""
+    """Worker -> orchestrator: I am here, and have done this much. Not signed: a forged one makes a dead node look alive
+    until its work is missed, and earns nothing."""
 
     public_key: str
     tasks_done: int
@@ -469,6 +482,13 @@ class RecordVerdict(Message):
     accepted: bool
     code: str
     units: float  # verified work, credited when accepted
+    validator_key: str = ""
+    signature: bytes = b""  # by the validator's key, over `record_bytes`
+
+
+def record_bytes(record: RecordVerdict) -> bytes:
+    """What a validator signs: the whole record but for the signature."""
+    return encode(dataclasses.replace(record, signature=b""))
 
 
 @wire

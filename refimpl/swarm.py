@@ -101,9 +101,15 @@ class Seat:
     journal: Journal = silent
 
 
+def identity_of(plan: SwarmPlan, name: str) -> Identity:
+    """The key of a node of this swarm: made from the run's seed, so that a run can be repeated and everybody knows the
+    validator's. Good for experiments; strangers need `Identity.generate()` and a list of the validators' keys."""
+    return Identity.from_seed(plan.run_seed, name)
+
+
 async def ledger(seat: Seat) -> None:
     """Keeps accounts until the run is over."""
-    config = RegistryConfig(validators=frozenset({seat.plan.validator}))
+    config = RegistryConfig(validators=frozenset({identity_of(seat.plan, seat.plan.validator).public_key}))
     Registry(seat.world, config, MemoryLedger(seat.plan.rules), seat.journal).serve()
     await seat.stop.wait()
 
@@ -149,7 +155,9 @@ async def validator(seat: Seat) -> None:
         answer_tokens_max=plan.agreement.answer_tokens_max,
         batch=plan.validator_batch,
     )
-    role = Validator(seat.world, config, engines.checker(plan), engines.prompt_of, problem_of, seat.journal)
+    identity = identity_of(plan, seat.world.name)
+    checker = engines.checker(plan)
+    role = Validator(seat.world, config, identity, checker, engines.prompt_of, problem_of, seat.journal)
     role.serve()
     seat.world.spawn(role.run(), "validator")
     await seat.stop.wait()
@@ -168,7 +176,7 @@ async def worker(seat: Seat) -> None:
         heartbeat_s=plan.heartbeat_s,
         pause_s=plan.pause_s,
     )
-    identity = Identity.from_seed(plan.run_seed, seat.world.name)
+    identity = identity_of(plan, seat.world.name)
     engine = seat.engines.worker_engine(seat.behaviour)
     await Worker(seat.world, config, identity, engine, seat.engines.prompt_of, seat.journal).run()
 

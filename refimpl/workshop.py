@@ -20,6 +20,7 @@ from refimpl.model.transformer import Decoder
 from refimpl.model.weights import content_hash, load_decoder
 from refimpl.tasks.prompts import PROMPTS, inserted_ids, prompt_ids
 from refimpl.tokenizer import load_tokenizer
+from refimpl.toploc.proof import Mode
 from refimpl.work import Forward, Prove, Several, Work
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -34,6 +35,7 @@ class Agreement:
     prompts: str = "instructions"  # a name in `refimpl.tasks.prompts`
     batch: int = 8  # problems per assignment, and sequences generated together
     answer_tokens_max: int = 64
+    proof_mode: Mode = "strict"  # how proofs are built
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
@@ -117,8 +119,9 @@ class Workshop:
     def engine(self, decoder: Decoder, *, batch: int | None = None, **options: Any) -> BoundEngine:
         """`decoder` behind this run's sampling, answer length and batch."""
         size = batch or self.agreement.batch
+        proof = ProofSettings(mode=self.agreement.proof_mode)
         return BoundEngine(
-            TorchEngine(decoder, name=self.agreement.model_path, proof=ProofSettings(), batch_max=size, **options),
+            TorchEngine(decoder, name=self.agreement.model_path, proof=proof, batch_max=size, **options),
             sampling=self.sampling,
             answer_tokens_max=self.agreement.answer_tokens_max,
             batch=size,

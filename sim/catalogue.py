@@ -38,7 +38,7 @@ class UnknownDevice(ValueError):
 class Strict(BaseModel):
     """Unknown fields are refused, values are not coerced from text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Figure(Strict):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Coroutine, Generator
 from heapq import heappop, heappush
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import simpy
 from simpy.core import EmptySchedule
@@ -100,10 +100,18 @@ def happen(event: Event, ok: bool, value: Any) -> None:
         callback(event)
 
 
+class Host(Protocol):
+    """Where a task runs: while it hangs, its tasks stand still."""
+
+    hung: bool
+
+    def stand(self, task: Task, event: Event) -> None: ...
+
+
 class Task:
     """Drives one coroutine of one node; `on_end(ok, value)` is called, in the same instant, when it ends."""
 
-    __slots__ = ("_coroutine", "_kernel", "_on_end", "awaited", "label", "node")
+    __slots__ = ("_coroutine", "_host", "_kernel", "_on_end", "awaited", "label", "node")
 
     def __init__(
         self,
@@ -112,8 +120,9 @@ class Task:
         coroutine: Coroutine[Any, Any, Any],
         on_end: Callable[[Task, bool, Any], None],
         label: str,
+        host: Host | None = None,
     ) -> None:
-        self._kernel, self.node, self._on_end = kernel, node, on_end
+        self._kernel, self.node, self._on_end, self._host = kernel, node, on_end, host
         self._coroutine: Coroutine[Any, Any, Any] | None = coroutine
         self.label = label
         self.awaited: Event | None = None
@@ -126,6 +135,9 @@ class Task:
         """Go on with the coroutine until it waits again. Also begins it (with any succeeded event)."""
         coroutine = self._coroutine
         if coroutine is None:  # killed before it began
+            return
+        if self._host is not None and self._host.hung:
+            self._host.stand(self, event)
             return
         first, self.awaited = self.awaited is None, None
         try:

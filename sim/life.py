@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import cast
 
 from simpy.events import Event
@@ -25,8 +26,12 @@ class _Standing:
     """Whether one node should be up, and why not."""
 
     wanted: bool  # what its random life says
-    struck: int = 0  # explicit crashes in force
-    disk_kept: bool = True
+    disk_kept: bool = True  # all that happened since it went down has left its disk alone
+    faults: dict[int, FaultPart] = field(default_factory=dict)  # in force, by their place in the scenario
+
+    def has(self, kind: str) -> bool:
+        """Whether a fault of this kind is in force."""
+        return any(fault.kind == kind for fault in self.faults.values())
 
 
 class Life:
@@ -66,9 +71,9 @@ class Life:
     # ---------------------------------------------------------------------------------------------- random lives
     def _live(self, event: ChurnEvent, _: Event) -> None:
         standing = self.standing[event.node]
-        standing.disk_kept = event.disk_kept
+        standing.disk_kept = standing.disk_kept and event.disk_kept
         if event.kind == "restart":
-            if standing.struck == 0:
+            if self.fabric.nodes[event.node].alive:
                 self._down(event.node, "restart")
         else:
             standing.wanted = event.kind == "join"
@@ -82,19 +87,11 @@ class Life:
                 self.network.apply(self.fabric.now_s(), f"fault {place} {name}", fault.on_network(node))
             self._links_changed()
         for name in struck:
-            world = self.fabric.nodes[name]
+            standing = self.standing[name]
+            standing.faults[place] = fault
             if fault.kind == "crash":
-                self.standing[name].struck += 1
-                self.standing[name].disk_kept = fault.disk_kept
-                self._settle(name)
-            elif fault.kind == "hang":
-                world.hung = True
-            elif fault.kind == "slow":
-                world.slowness *= fault.slowness or 1.0
-            elif fault.kind == "clock_skew":
-                world.skew_s += fault.skew_s or 0.0
-            elif fault.kind == "disk_full":
-                world.disk_full = True
+                standing.disk_kept = standing.disk_kept and fault.disk_kept
+            self._settle(name)
 
     def _lift(self, fault: FaultPart, struck: Sequence[str], place: int) -> None:
         self.fabric.record("fault", "", fault=fault.kind, on=list(struck) or list(fault.regions), begins=False)
@@ -103,33 +100,38 @@ class Life:
                 self.network.lift(self.fabric.now_s(), f"fault {place} {name}")
             self._links_changed()
         for name in struck:
-            world = self.fabric.nodes[name]
-            if fault.kind == "crash":
-                self.standing[name].struck -= 1
-                self._settle(name)
-            elif fault.kind == "hang":
-                world.wake()
-            elif fault.kind == "slow":
-                world.slowness /= fault.slowness or 1.0
-            elif fault.kind == "clock_skew":
-                world.skew_s -= fault.skew_s or 0.0
-            elif fault.kind == "disk_full":
-                world.disk_full = False
+            del self.standing[name].faults[place]
+            self._settle(name)
 
     def _targets(self, struck: Sequence[str]) -> list[tuple[str, int | None]]:
         return [(name, self._index(name)) for name in struck] or [("regions", None)]
 
     # -------------------------------------------------------------------------------------------------- up and down
     def _settle(self, name: str) -> None:
-        """Bring the node up or down so that it is as it should be."""
+        """Bring the node up or down, and let the faults in force be what ails it, so that it is as it should be."""
         standing, world = self.standing[name], self.fabric.nodes[name]
-        should = standing.wanted and standing.struck == 0
+        should = standing.wanted and not standing.has("crash")
         if should and not world.alive:
-            fresh = self.fabric.node(name, self.prices[name])
-            self.fabric.record("up", name, disk_kept=standing.disk_kept)
-            self.start(fresh, standing.disk_kept)
+            world = self.fabric.node(name, self.prices[name])
+            disk_kept, standing.disk_kept = standing.disk_kept, True
+            self.fabric.record("up", name, disk_kept=disk_kept)
+            self._ail(world, standing)
+            self.start(world, disk_kept)
         elif world.alive and not should:
-            self._down(name, "crash" if standing.struck else "leave")
+            self._down(name, "crash" if standing.has("crash") else "leave")
+        elif world.alive:
+            self._ail(world, standing)
+
+    @staticmethod
+    def _ail(world: SimWorld, standing: _Standing) -> None:
+        faults = standing.faults.values()
+        world.slowness = prod(fault.slowness or 1.0 for fault in faults if fault.kind == "slow")
+        world.skew_s = sum(fault.skew_s or 0.0 for fault in faults if fault.kind == "clock_skew")
+        world.disk_full = standing.has("disk_full")
+        if standing.has("hang"):
+            world.hang()
+        else:
+            world.wake()
 
     def _down(self, name: str, why: str) -> None:
         if self.fabric.nodes[name].alive:

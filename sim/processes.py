@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -88,8 +89,9 @@ def run_processes(
         say(f"starting {len(members)} processes")
         for member in members:
             children.append(_start(scenario, member, plan, folder, len(members)))
+        listening_s = time.monotonic() + START_S
         for child in children:
-            _await_url(child)
+            _await_url(child, listening_s)
         say("all listen; the run begins")
         started_s = time.monotonic()
         order = json.dumps({"book": {child.name: child.url for child in children}, "started_s": started_s})
@@ -135,9 +137,12 @@ def _start(scenario: Scenario, member: Member, plan: SwarmPlan, folder: Path, pr
     return _Child(member, process, log, journal)
 
 
-def _await_url(child: _Child) -> None:
-    assert child.process.stdout is not None
-    line = child.process.stdout.readline()  # ends when the child does, at the latest
+def _await_url(child: _Child, until_s: float) -> None:
+    stdout = child.process.stdout
+    assert stdout is not None
+    if not select.select([stdout], [], [], max(0.0, until_s - time.monotonic()))[0]:
+        raise SwarmFailed(f"node {child.name!r} did not listen within {START_S:g} s; {_last_words(child)}")
+    line = stdout.readline()
     try:
         child.url = json.loads(line)["url"]
     except (ValueError, KeyError, TypeError):

@@ -68,6 +68,7 @@ def plan_of(scenario: Scenario, seed: int, model_path: str) -> SwarmPlan:
             temperature=task.temperature,
             top_k=task.top_k,
             top_p=task.top_p,
+            proof_mode=verifier.mode,
         ),
         assignments=task.assignments,
         pause_s=task.pause_s,
@@ -193,7 +194,12 @@ def _drive(
         stop.set()
 
     total = max(1, len(working) * plan.assignments)
-    shown = Progress(name, fabric.now_s, lambda: counts["batches"] / total, counts) if progress else nullcontext()
+
+    def share() -> float:
+        """How far the run is: by work done or by time gone, whichever ends it sooner."""
+        return max(counts["batches"] / total, fabric.now_s() / scenario.duration_s)
+
+    shown = Progress(name, fabric.now_s, share, counts) if progress else nullcontext()
     with shown, _collector_at_rest():
         fabric.run(main(), node=desk.name)
 

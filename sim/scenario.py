@@ -8,6 +8,7 @@ nodes and links, never options of a component. Every field that has a unit ends 
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ class NetworkPart(Strict):
     regions: str | None = Field(None, description="a named set of region distances")
     jitter_ms: float = Field(0.0, ge=0, description="mean of an exponential delay on top of each message's latency")
     jitter: JitterPart | None = Field(None, description="another law instead of jitter_ms")
-    transport: Literal["fair", "tcp"] = Field("fair", description="tcp: shares, factors and window of a TCP model")
+    transport: Literal["fair", "tcp"] = Field("fair", description="tcp: header overhead and window of TCP")
     hole_punching: bool = Field(False, description="nodes behind NATs reach each other without a relay")
     single_flow_bound: bool = Field(False, description="no flow is faster than the region set's measured single flow")
     trunks: tuple[TrunkPart, ...] = ()
@@ -195,7 +196,11 @@ class Scenario(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two groups of nodes are called {name!r}; names must differ")
+        members = Counter(member.name for member in self.members())
+        if (twice := next((name for name, count in members.items() if count > 1), None)) is not None:
+            raise ValueError(f"two nodes would be called {twice!r}: one by its group's name, one by its number")
         self._check_roles()
+        self._check_places()
         regions = self._regions()
         for group in self.nodes:
             self._check_group(group, regions)
@@ -213,9 +218,7 @@ class Scenario(Strict):
                 raise ValueError(f"{group.name} has the role {group.role}; this scenario has {', '.join(known)}")
             for source in group.sources:
                 if not any(other.name == source and other.role in ("origin", "relay") for other in self.nodes):
-                    raise ValueError(
-                        f"{group.name} fetches from {source!r}; no origin or relay is called so"
-                    )
+                    raise ValueError(f"{group.name} fetches from {source!r}; no origin or relay is called so")
         for role in ("ledger", "orchestrator", "validator") if self.model else ("origin",):
             count = sum(group.count for group in self.nodes if group.role == role)
             if count != 1:
@@ -275,6 +278,19 @@ class Scenario(Strict):
             return region_set(self.network.regions) if self.network.regions is not None else None
         except UnknownRegion as error:
             raise ValueError(str(error)) from None
+
+    def _check_places(self) -> None:
+        """Regions that are named beside nodes must have nodes in them."""
+        here = {group.region for group in self.nodes}
+        for trunk in self.network.trunks:
+            if trunk.region not in here:
+                raise ValueError(f"network.trunks names region {trunk.region!r}; no node is there")
+        for group in self.nodes:
+            for outage in group.life.outages if group.life is not None else ():
+                if outage.region != group.region:
+                    raise ValueError(
+                        f"{group.name} is in {group.region!r}; its life has an outage of {outage.region!r}"
+                    )
 
     def _check_group(self, group: NodeGroup, regions: Regions | None) -> None:
         try:

@@ -186,6 +186,7 @@ class SimWorld:
         self.skew_s = 0.0  # how far its clock is ahead
         self.disk_full = False
         self._unheard: list[tuple[SimWorld, Message, Event]] = []  # calls that came while it hung
+        self._stood: list[tuple[Task, Event]] = []  # its own tasks whose turn came while it hung
         self.handlers: dict[type[Message], Handler] = {}
         self.tasks: dict[Task, None] = {}  # in the order begun: a set's order would differ from run to run
         self.calls: dict[Event, tuple[str, str, int, int]] = {}  # open calls: target, message, since when, until when
@@ -279,7 +280,7 @@ class SimWorld:
             serving.pop(reply, None)
             self._answer(source, reply, kind, ok, value)
 
-        task = Task(self.fabric.kernel, self.index, coroutine, ended, f"handler of {kind}")
+        task = Task(self.fabric.kernel, self.index, coroutine, ended, f"handler of {kind}", self)
         self.tasks[task] = None
         return task.wait_for(awaited)
 
@@ -292,9 +293,23 @@ class SimWorld:
             value = Refused(f"node {self.name!r} failed inside its handler of {kind}")
         self._send_back(source, reply, value)
 
+    def hang(self) -> None:
+        """Stand still: connections stay open, nothing is answered, and its own tasks do not go on."""
+        self.hung = True
+
+    def stand(self, task: Task, event: Event) -> None:
+        """A task's turn came while the node hangs: it is kept until the node wakes."""
+        self._stood.append((task, event))
+
     def wake(self) -> None:
-        """Hang no longer: what came meanwhile is served now, in order, as by a process that was stopped and goes on."""
+        """Hang no longer: all goes on where it stood, and what came meanwhile is served, in order, as by a process that
+        was stopped and continued."""
+        if not self.hung:
+            return
         self.hung = False
+        stood, self._stood = self._stood, []
+        for task, event in stood:
+            task.resume(event)
         unheard, self._unheard = self._unheard, []
         for source, message, reply in unheard:
             self.receive(source, message, reply)
@@ -327,7 +342,7 @@ class SimWorld:
         self._start(coroutine, ended, name or label_of(coroutine))
 
     def _start(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[Task, bool, Any], None], label: str) -> None:
-        task = Task(self.fabric.kernel, self.index, coroutine, ended, label)
+        task = Task(self.fabric.kernel, self.index, coroutine, ended, label, self)
         self.tasks[task] = None
         task.start_soon()
 

@@ -289,10 +289,10 @@ def test_problems_beside_the_rule_are_seen_on_the_wire() -> None:
 
     async def main() -> None:
         worker = fabric.nodes["w"]
-        await worker.call("o", AskWork(key), 9.0)
+        await worker.call("o", AskWork(key, 0), 9.0)
         await worker.call("o", submission(0), 9.0)
         assert check(view) == []
-        await worker.call("o", AskWork(key), 9.0)
+        await worker.call("o", AskWork(key, 0), 9.0)
         await worker.call("o", submission(1), 9.0)
 
     fabric.node("w")

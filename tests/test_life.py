@@ -216,3 +216,45 @@ def test_a_dead_nodes_transfers_break_off_and_everything_of_it_is_released() -> 
     dead = stage.fabric.nodes["a"]
     assert not dead.tasks and not dead.calls
     assert carrier.engine.active_flows() == []
+
+
+def test_a_fault_that_stands_outlives_a_restart_and_leaves_nothing_behind_when_it_ends() -> None:
+    """Slow by 5 and 7 s ahead from 10 to 30; restarted at 20: still so after it, whole after 30."""
+    faults = (
+        FaultPart(kind="slow", nodes=("a",), start_s=10, end_s=30, slowness=5.0),
+        FaultPart(kind="clock_skew", nodes=("a",), start_s=10, end_s=30, skew_s=7.0),
+        FaultPart(kind="hang", nodes=("b",), start_s=10, end_s=20),
+        FaultPart(kind="hang", nodes=("b",), start_s=15, end_s=30),
+    )
+    stage = Stage("a", "b", churn=(event(0.5, "a", "join"), event(20, "a", "restart")), faults=faults)
+    seen: list[tuple[float, float, bool]] = []
+
+    def look(_: Any) -> None:
+        a, b = stage.fabric.nodes["a"], stage.fabric.nodes["b"]
+        seen.append((a.slowness, a.skew_s, b.hung))
+
+    for at in (15, 25, 35):
+        stage.fabric.kernel.at(0, at * NS, look)
+    stage.run(40)
+    assert seen == [(5.0, 7.0, True), (5.0, 7.0, True), (1.0, 0.0, False)]
+
+
+def test_a_disk_that_was_lost_stays_lost_whatever_else_happens_while_the_node_is_down() -> None:
+    lost = FaultPart(kind="crash", nodes=("a",), start_s=10, end_s=20, disk_kept=False)
+    stage = Stage("a", churn=(event(1, "a", "join"), event(12, "a", "leave"), event(15, "a", "join")), faults=(lost,))
+    stage.run(30)
+    assert [entry for entry in stage.starts if entry[1] == "a"] == [(1.0, "a", True), (20.0, "a", False)]
+
+
+def test_a_hung_nodes_own_tasks_stand_still_and_go_on_when_it_wakes() -> None:
+    stage = Stage("a", faults=(FaultPart(kind="hang", nodes=("a",), start_s=10.5, end_s=30),))
+    beats: list[float] = []
+
+    async def beat(world: SimWorld) -> None:
+        while True:
+            beats.append(stage.fabric.now_s())
+            await world.sleep(1.0)
+
+    stage.fabric.kernel.at(0, 5 * NS, lambda _: stage.fabric.nodes["a"].spawn(beat(stage.fabric.nodes["a"])))
+    stage.run(32.5)
+    assert beats == [5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 30.0, 31.0, 32.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,24 @@ import pytest
 
 from refimpl.calls import Patience
 from refimpl.identity import Identity
-from refimpl.messages import Account, AskAccount, AskWork, Later, Ok, RecordVerdict, Register, Submission, Verdict
+from refimpl.messages import (
+    Account,
+    AskAccount,
+    AskWork,
+    Later,
+    Ok,
+    RecordVerdict,
+    Register,
+    Submission,
+    Verdict,
+    question_bytes,
+    record_bytes,
+)
 from refimpl.testnet.ledger import LedgerError, LedgerRules, MemoryLedger
 from refimpl.testnet.liveness import LivenessConfig, NodeTable
-from refimpl.testnet.orchestrator import Orchestrator, OrchestratorConfig
+from refimpl.testnet.orchestrator import QUESTION, Orchestrator, OrchestratorConfig
 from refimpl.testnet.problems import choose_problems
-from refimpl.testnet.registry import REGISTRATION, Registry, RegistryConfig, registration_bytes
+from refimpl.testnet.registry import RECORD, REGISTRATION, Registry, RegistryConfig, registration_bytes
 from refimpl.testnet.worker import Worker, WorkerConfig
 from refimpl.work import Seconds
 from refimpl.world import Refused
@@ -96,10 +109,25 @@ def swarm() -> tuple[Any, Any, Identity]:
     fabric = sim_fabric(run_seed=1)
     names = ("ledger", "orchestrator", "validator", "worker")
     worlds = {name: fabric.node(name) for name in names}
-    Registry(worlds["ledger"], RegistryConfig(validators=frozenset({"validator"})), MemoryLedger(RULES)).serve()
+    Registry(
+        worlds["ledger"], RegistryConfig(validators=frozenset({VALIDATOR.public_key})), MemoryLedger(RULES)
+    ).serve()
     config = OrchestratorConfig(ledger="ledger", dataset_length=1000, batch=4, assignments=2)
     Orchestrator(worlds["orchestrator"], config).serve()
     return fabric, worlds, Identity.from_seed(1, "worker")
+
+
+VALIDATOR = Identity.from_seed(1, "validator")
+
+
+def record(key: str, submission: str, accepted: bool, units: float, by: Identity = VALIDATOR) -> RecordVerdict:
+    unsigned = RecordVerdict(key, submission, accepted, "ok" if accepted else "drift", units, by.public_key)
+    return replace(unsigned, signature=by.sign(record_bytes(unsigned), domain=RECORD))
+
+
+def question(identity: Identity, number: int) -> AskWork:
+    unsigned = AskWork(identity.public_key, number)
+    return replace(unsigned, signature=identity.sign(question_bytes(unsigned), domain=QUESTION))
 
 
 def registration(identity: Identity, stake: float = 1000.0) -> Register:
@@ -129,9 +157,12 @@ def test_only_validators_record_verdicts() -> None:
 
     async def main() -> None:
         await worlds["worker"].call("ledger", registration(identity), 10)
-        with pytest.raises(Refused, match="'worker' is not a validator"):
-            await worlds["worker"].call("ledger", RecordVerdict(key, "s", True, "ok", 1e9), 10)
-        account = await worlds["validator"].call("ledger", RecordVerdict(key, "s", True, "ok", 50.0), 10)
+        with pytest.raises(Refused, match="is not a validator of this ledger"):
+            await worlds["validator"].call("ledger", record(key, "s", True, 1e9, by=identity), 10)  # the right name
+        forged = replace(record(key, "s", True, 50.0), units=1e9)
+        with pytest.raises(Refused, match="not signed by the validator that it names"):
+            await worlds["validator"].call("ledger", forged, 10)
+        account = await worlds["worker"].call("ledger", record(key, "s", True, 50.0), 10)  # the key counts
         assert account == Account(key, 1000.0, 0.5, 1, 0, ejected=False)
 
     fabric.run(main())
@@ -144,19 +175,26 @@ def test_assignments_follow_the_rule_end_and_stop_for_the_ejected() -> None:
     async def main() -> None:
         worker = worlds["worker"]
         with pytest.raises(Refused, match="there is no account"):
-            await worker.call("orchestrator", AskWork(key), 10)
+            await worker.call("orchestrator", question(identity, 1), 10)
         await worker.call("ledger", registration(identity), 10)
-        first = await worker.call("orchestrator", AskWork(key), 10)
+        first = await worker.call("orchestrator", question(identity, 1), 10)
         expected = choose_problems(identity.address, step=0, counter=1, dataset_length=1000, count=4)
         assert first.problem_ids.tolist() == expected.problem_ids.tolist()
         assert (first.sampling_seed, first.counter, first.done) == (expected.sampling_seed, 1, False)
-        assert (await worker.call("orchestrator", AskWork(key), 10)).counter == 2
-        assert (await worker.call("orchestrator", AskWork(key), 10)).done
+        again = await worker.call("orchestrator", question(identity, 1), 10)
+        assert again.counter == 1  # the reply may have been lost: the same question, the same answer
+        stolen = replace(question(Identity.from_seed(1, "thief"), 2), public_key=key)
+        with pytest.raises(Refused, match="not signed by the key"):
+            await worker.call("orchestrator", stolen, 10)
+        assert (await worker.call("orchestrator", question(identity, 2), 10)).counter == 2
+        with pytest.raises(Refused, match="question 1 is older than question 2"):
+            await worker.call("orchestrator", question(identity, 1), 10)
+        assert (await worker.call("orchestrator", question(identity, 3), 10)).done
         for submission in ("b1", "b2"):
-            await worlds["validator"].call("ledger", RecordVerdict(key, submission, False, "drift", 0.0), 10)
+            await worlds["validator"].call("ledger", record(key, submission, False, 0.0), 10)
         assert (await worker.call("ledger", AskAccount(key), 10)).ejected
         with pytest.raises(Refused, match="this account was ejected"):
-            await worker.call("orchestrator", AskWork(key), 10)
+            await worker.call("orchestrator", question(identity, 4), 10)
 
     fabric.run(main())
 
@@ -258,7 +296,7 @@ def test_an_orchestrator_that_cannot_ask_the_ledger_says_later_and_convicts_nobo
     async def main() -> None:
         await worlds["worker"].call("ledger", registration(identity), 10)
         fabric.kill("ledger")
-        reply = await worlds["worker"].call("orchestrator", AskWork(identity.public_key), 100)
+        reply = await worlds["worker"].call("orchestrator", question(identity, 1), 100)
         assert isinstance(reply, Later) and "the ledger did not answer" in reply.reason
 
     fabric.run(main())

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 
 from refimpl.identity import Identity
-from refimpl.messages import Ok, RecordVerdict, Submission, submission_bytes
+from refimpl.messages import Account, AskAccount, RecordVerdict, Submission, submission_bytes
 from refimpl.swarm import RealEngines, SwarmPlan
 from refimpl.testnet.problems import choose_problems
 from refimpl.toploc.check import REASONS
 from refimpl.toploc.validator import CODES, Validator, ValidatorConfig
 from refimpl.workshop import Agreement
+from refimpl.world import Refused
 from tests.paths import TINY_MODEL
 from tests.worlds import sim_fabric
 
 WORKER = Identity.from_seed(1, "worker")
+STRANGER = Identity.from_seed(1, "stranger")
 BATCH = 4
 
 
@@ -58,11 +60,18 @@ class Court:
         worlds = {name: self.fabric.node(name) for name in ("ledger", "validator", "worker")}
         self.worker = worlds["worker"]
 
-        async def take(source: str, message: RecordVerdict) -> Ok:
-            self.records.append(message)
-            return Ok()
+        self.ejected = False
 
-        worlds["ledger"].serve({RecordVerdict: take})
+        async def take(source: str, message: RecordVerdict) -> Account:
+            self.records.append(message)
+            return Account(message.public_key, 1000.0, 0.0, 0, 0, ejected=self.ejected)
+
+        async def ask(source: str, message: AskAccount) -> Account:
+            if message.public_key == STRANGER.public_key:
+                raise Refused("there is no account")
+            return Account(message.public_key, 1000.0, 0.0, 0, 0, ejected=self.ejected)
+
+        worlds["ledger"].serve({RecordVerdict: take, AskAccount: ask})
 
         def problem_of(address: str, submission: Submission) -> int | None:
             if submission.step != 0 or submission.counter != 1 or not 0 <= submission.index < BATCH:
@@ -75,7 +84,13 @@ class Court:
             ledger="ledger", checkpoint=engines.checkpoint, vocabulary=engines.vocabulary, answer_tokens_max=48
         )
         self.validator = Validator(
-            worlds["validator"], config, checker or engines.checker(plan), engines.prompt_of, problem_of, self._note
+            worlds["validator"],
+            config,
+            Identity.from_seed(1, "validator"),
+            checker or engines.checker(plan),
+            engines.prompt_of,
+            problem_of,
+            self._note,
         )
         self.validator.serve()
         worlds["validator"].spawn(self.validator.run())
@@ -111,6 +126,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "a token outside the vocabulary": ({"tokens": np.full(40, 9999, np.int32)}, "bad_tokens"),
     "a negative token": ({"tokens": np.full(40, -1, np.int32)}, "bad_tokens"),
     "tokens of another type": ({"tokens": np.zeros(40, np.float64)}, "bad_tokens"),
+    "a lone token without a list": (
+        {"tokens": np.array(5, np.int32), "logprobs": np.array(-1, np.float32)},
+        "bad_tokens",
+    ),
     "tokens in a square": ({"tokens": np.zeros((4, 4), np.int32)}, "bad_tokens"),
     "too few log-probabilities": ({"logprobs": np.zeros(3, np.float32)}, "bad_logprobs"),
     "positive log-probabilities": ({"logprobs": None}, "bad_logprobs"),
@@ -192,6 +211,13 @@ def test_a_check_that_breaks_is_no_verdict_and_the_validator_lives_on(
     assert [record.accepted for record in court.records] == [True, True]
 
 
+class _Forgetful(dict):  # type: ignore[type-arg]
+    """A dict that never remembers."""
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return default
+
+
 def test_two_thousand_mutated_submissions_each_get_a_verdict_with_a_reason(
     engines: RealEngines, honest: list[Submission]
 ) -> None:
@@ -206,7 +232,9 @@ def test_two_thousand_mutated_submissions_each_get_a_verdict_with_a_reason(
             value = rng.choice(["", "x" * 1000, submission.checkpoint[:-1]])
         elif name in ("tokens", "logprobs"):
             dtype = rng.choice(["int32", "float32", "int64", "uint8", "float16"])
-            value = (np.random.default_rng(rng.randrange(10**6)).random(rng.randrange(60)) * 20).astype(dtype)
+            shape = rng.choice([(), (1,), (3, 4), (rng.randrange(60),)])
+            value = np.random.default_rng(rng.randrange(10**6)).random(shape) * 20
+            value = np.asarray(value).astype(dtype)
             if dtype == "float32" and rng.random() < 0.5:
                 value = value * np.float32("nan")
         else:
@@ -223,11 +251,53 @@ def test_two_thousand_mutated_submissions_each_get_a_verdict_with_a_reason(
             value = tuple(map(bytes, proofs))
         return dataclasses.replace(submission, **{name: value})
 
+    # each at a place of its own, since a place is judged once: the court gives out as many as it is asked for
+    court.validator._slots = _Forgetful()
     verdicts = court.judge([signed(mutate(rng.choice(honest))) for _ in range(2000)])
     assert all(verdict.reason and verdict.code in CODES for verdict in verdicts)
     assert sum(not verdict.accepted for verdict in verdicts) > 1500
     assert not court.fabric.failures
     assert court.judge([signed(honest[3])])[0].accepted
+
+
+def test_one_place_of_an_assignment_is_paid_once_however_the_answer_is_dressed(
+    engines: RealEngines, honest: list[Submission]
+) -> None:
+    court = Court(engines)
+    dressed = [dataclasses.replace(honest[0], logprobs=honest[0].logprobs - np.float32(i) / 1000) for i in range(5)]
+    verdicts = court.judge([signed(submission) for submission in dressed])
+    assert [verdict.code for verdict in verdicts] == ["ok", *["second_answer"] * 4]
+    assert not any(verdict.decided for verdict in verdicts[1:])
+    assert len(court.records) == 1
+
+
+def test_nothing_is_replayed_for_strangers_and_the_ejected(engines: RealEngines, honest: list[Submission]) -> None:
+    court = Court(engines)
+    strange = dataclasses.replace(honest[0], public_key=STRANGER.public_key)
+    (verdict,) = court.judge([signed(strange, STRANGER)])
+    assert (verdict.code, verdict.decided) == ("no_account", False)
+    court.ejected = True
+    assert court.judge([signed(honest[0])])[0].code == "no_account"
+    assert "judged" not in court.events
+
+
+def test_a_replay_that_breaks_for_one_gives_the_others_their_verdicts(
+    engines: RealEngines, honest: list[Submission]
+) -> None:
+    plan = SwarmPlan(run_seed=1, agreement=engines.agreement, assignments=1)
+    real = engines.checker(plan)
+
+    class Breaking:
+        work, precheck = staticmethod(real.work), staticmethod(real.precheck)
+
+        @staticmethod
+        def check(prompts: Any, submissions: Any) -> Any:
+            if any(submission.index == 2 for submission in submissions):
+                raise MemoryError("this one is too much")
+            return real.check(prompts, submissions)
+
+    verdicts = Court(engines, Breaking()).judge([signed(submission) for submission in honest])
+    assert [verdict.code for verdict in verdicts] == ["ok", "ok", "no_verdict", "ok"]
 
 
 def test_every_word_of_the_proof_check_is_a_word_of_the_validator() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from refimpl.attacks.altered import Altered, Prompts
 from refimpl.attacks.quantize import mirrored, perturbed, quantized, round_to_bits, without_last_layers
-from refimpl.toploc.proof import build_proofs
+from refimpl.toploc.proof import Mode, build_proofs
 from refimpl.work import Forward, Several, Work
 from refimpl.workshop import BoundEngine, Workshop
 
@@ -98,14 +98,14 @@ def copied_proofs(shop: Workshop) -> Any:
 class _CheapTokens:
     """A cheap model writes the tokens; the right one reads them once, and proves that."""
 
-    def __init__(self, cheap: BoundEngine, right: BoundEngine) -> None:
-        self.cheap, self.right = cheap, right
+    def __init__(self, cheap: BoundEngine, right: BoundEngine, mode: Mode) -> None:
+        self.cheap, self.right, self.mode = cheap, right, mode
 
     def answer(self, prompts: Prompts, seeds: Sequence[int]) -> list[Any]:
         answers = self.cheap.answer(prompts, seeds)
         replays = self.right.replay(prompts, [answer.tokens for answer in answers])
         return [
-            _with_proofs(answer, tuple(proof.encode() for proof in build_proofs(replay.states)))
+            _with_proofs(answer, tuple(proof.encode() for proof in build_proofs(replay.states, mode=self.mode)))
             for answer, replay in zip(answers, replays, strict=True)
         ]
 
@@ -119,7 +119,7 @@ def cheap_tokens(shop: Workshop) -> Any:
     """Tokens by a model with every fourth layer's worth left out, activations by the right one."""
     whole = shop.decoder()
     cheap = shop.variant("cheap", lambda: without_last_layers(whole, max(1, len(whole.layers) // 4)))
-    return _CheapTokens(shop.engine(cheap), shop.engine(whole))
+    return _CheapTokens(shop.engine(cheap), shop.engine(whole), shop.agreement.proof_mode)
 
 
 CHEATS: dict[str, Callable[[Workshop], Any]] = {

@@ -1,6 +1,6 @@
 """Names of every behaviour, honest or not, for those who must not import torch to know them.
 
-`tests/test_attacks.py` holds this list equal to the tables in `honest.py` and `attacks.py`.
+`tests/test_attacks.py` holds this list equal to the tables in `honest.py` and `cheats.py`.
 """
 
 HONEST = ("honest", "honest-fp32", "honest-batch1", "honest-eager", "honest-split")

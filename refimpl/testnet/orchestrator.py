@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refimpl.identity import address_of
+from refimpl.identity import address_of, verify
 from refimpl.journal import Journal, silent
-from refimpl.messages import Account, AskAccount, AskWork, Assignment, Heartbeat, Later, Message, Ok
+from refimpl.messages import Account, AskAccount, AskWork, Assignment, Heartbeat, Later, Message, Ok, question_bytes
 from refimpl.testnet.liveness import Change, LivenessConfig, NodeTable
 from refimpl.testnet.problems import choose_problems
 from refimpl.world import Refused, Timeout, Unreachable, World
+
+QUESTION = "question"  # signature domain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class Orchestrator:
     def __init__(self, world: World, config: OrchestratorConfig, journal: Journal = silent) -> None:
         self.world, self.config, self.journal = world, config, journal
         self.counters: dict[str, int] = {}
+        self.answered: dict[str, tuple[int, Assignment]] = {}  # public key -> its last question and the answer
         self.table = NodeTable(config.liveness)
         self.names: dict[str, str] = {}  # public key -> the name it last called under, for the journal
         self._stopped = world.signal()
@@ -59,6 +62,8 @@ class Orchestrator:
                 self._note(change)
 
     async def beat(self, source: str, message: Heartbeat) -> Message:
+        if message.public_key not in self.counters:  # asked for work at least once, hence has an account
+            raise Refused("nobody of that key works here")
         self.names[message.public_key] = source
         change = self.table.beat(message.public_key, self.world.now())
         if change is not None:
@@ -70,6 +75,13 @@ class Orchestrator:
 
     async def assign(self, source: str, message: AskWork) -> Message:
         key, config = message.public_key, self.config
+        if not verify(key, question_bytes(message), message.signature, domain=QUESTION):
+            raise Refused("the question is not signed by the key that it names")
+        number, answer = self.answered.get(key, (-1, None))
+        if message.number == number and answer is not None:
+            return answer  # the reply was lost: the same question gets the same answer
+        if message.number <= number:
+            raise Refused(f"question {message.number} is older than question {number}, which was answered")
         try:
             account: Account = await self.world.call(config.ledger, AskAccount(key), config.ledger_timeout_s)
         except (Timeout, Unreachable) as error:
@@ -88,4 +100,6 @@ class Orchestrator:
             count=config.batch,
         )
         self.journal("assigned", worker=source, step=config.step, counter=counter)
-        return Assignment(config.step, counter, choice.problem_ids, choice.sampling_seed)
+        assignment = Assignment(config.step, counter, choice.problem_ids, choice.sampling_seed)
+        self.answered[key] = (message.number, assignment)
+        return assignment

@@ -1,6 +1,6 @@
 """The ledger's node: takes `Register`, `RecordVerdict` and `AskAccount`, answers with `Ok` or `Account`.
 
-Only the validators named in its configuration may record verdicts.
+Only validators whose keys are in its configuration may record verdicts; names prove nothing.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import TypeVar
 
 from refimpl.identity import is_public_key, verify
 from refimpl.journal import Journal, silent
-from refimpl.messages import Account, AskAccount, Message, Ok, RecordVerdict, Register
+from refimpl.messages import Account, AskAccount, Message, Ok, RecordVerdict, Register, record_bytes
 from refimpl.testnet.ledger import AccountState, Ledger, LedgerError
 from refimpl.world import Refused, World
 
 T = TypeVar("T")
 
-REGISTRATION = "registration"  # signature domain
+REGISTRATION = "registration"  # signature domains
+RECORD = "record"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryConfig:
     """Who may write to the ledger."""
 
-    validators: frozenset[str]  # node names
+    validators: frozenset[str]  # public keys
 
 
 def registration_bytes(public_key: str, stake: float) -> bytes:
@@ -52,8 +53,10 @@ class Registry:
         return Ok()
 
     async def record(self, source: str, message: RecordVerdict) -> Message:
-        if source not in self.config.validators:
+        if message.validator_key not in self.config.validators:
             raise Refused(f"{source!r} is not a validator of this ledger")
+        if not verify(message.validator_key, record_bytes(message), message.signature, domain=RECORD):
+            raise Refused("the record is not signed by the validator that it names")
         key, submission = message.public_key, message.submission_id
         before = self._account(key)
         was_ejected = before.ejected

@@ -24,8 +24,10 @@ from refimpl.messages import (
     Register,
     Submission,
     Verdict,
+    question_bytes,
     submission_bytes,
 )
+from refimpl.testnet.orchestrator import QUESTION
 from refimpl.testnet.registry import REGISTRATION, registration_bytes
 from refimpl.work import Work
 from refimpl.world import CallError, Refused, Timeout, Unreachable, World
@@ -85,6 +87,8 @@ class Worker:
         self.prompt_of, self.journal = prompt_of, journal
         self.verdicts: list[Verdict] = []
         self.tasks_done = 0
+        self._beating = False
+        self._number = -1  # of the last question
         self._stopped = world.signal()
 
     def stop(self) -> None:
@@ -96,9 +100,11 @@ class Worker:
         signature = self.identity.sign(registration_bytes(key, config.stake), domain=REGISTRATION)
         try:
             await self._reach(config.ledger, Register(key, config.stake, signature))
-            self.world.spawn(self._beat(), "heartbeat")
             while not self._stopped.is_set():
-                reply = await self._reach(config.orchestrator, AskWork(key))
+                reply = await self._reach(config.orchestrator, self._question())
+                if self._beating is False:
+                    self._beating = True
+                    self.world.spawn(self._beat(), "heartbeat")
                 if isinstance(reply, Later):
                     await self._stopped.wait(reply.wait_s)
                 elif reply is None or reply.done:
@@ -112,6 +118,12 @@ class Worker:
             self.journal("dismissed", reason=refusal.reason)
         finally:
             self._stopped.set()
+
+    def _question(self) -> AskWork:
+        """A new question; its number is the time, which rises over restarts too."""
+        self._number = max(self._number + 1, round(self.world.now() * 1e9))
+        question = AskWork(self.identity.public_key, self._number)
+        return dataclasses.replace(question, signature=self.identity.sign(question_bytes(question), domain=QUESTION))
 
     async def _reach(self, target: str, message: Message) -> Any:
         """Call until somebody answers, however long it is cut off; None when stopped first. Raises Refused."""

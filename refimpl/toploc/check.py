@@ -10,7 +10,7 @@ Two modes, one code path; `RULES` lists every difference. *published*: the score
 
 1. the number of proofs must be the number of chunks;
 2. the encoding must be the canonical one: exact length, coefficients below the prime, a degree below the number of
-   points, and the largest modulus in a chunk of up to 65497 numbers;
+   points, and the largest modulus in a chunk of up to 65497 numbers (nearly so in others);
 3. signs count;
 4. the distance of two numbers is the number of steps between them along the ordered line of bf16 values. A mismatch is
    128 steps or more (a factor of two), or another sign, or no finite number. Within one power of two the distance is
@@ -47,6 +47,7 @@ from refimpl.toploc.field import MODULUS_MAX, evaluate
 from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, BadProof, CannotProve, Mode, chunk_bits, decode_all, select
 from refimpl.toploc.top import INFINITY
 
+MODULI_TRIED_MAX = 4096  # strict: no honest prover has to go further down for its modulus
 NOTHING_MATCHES = 2.0**64  # mean and median where no value matches, as in the published package
 VALUES_OF_BOUND = 128  # the number of values that the bounds on mismatches were set for
 PROBES, PROBES_MIN = 64, 24  # places outside the top K that are looked at, and the fewest that tell anything
@@ -224,6 +225,12 @@ def judge(chunks: Sequence[ChunkScore], thresholds: Thresholds, *, scale_bounds:
 def _not_canonical(length_G: np.ndarray, modulus_G: np.ndarray, coefficient_GK: np.ndarray) -> str:
     """Why no builder can have written these proofs for chunks of so many numbers; empty if one can."""
     # indices below m differ modulo m: a chunk of up to 65497 numbers has the largest modulus
+    # in a longer one a modulus fails with a chance of about K²/2m, one in eight: thousands in a row do not happen, and
+    # a much smaller modulus (the hidden size, say, where places become channels) could be met without the model
+    low = np.flatnonzero(modulus_G < MODULUS_MAX - MODULI_TRIED_MAX)
+    if low.size:
+        g = low[0]
+        return f"proof {g} has modulus {modulus_G[g]}, expected at least {MODULUS_MAX - MODULI_TRIED_MAX}"
     small = np.flatnonzero((length_G <= MODULUS_MAX) & (modulus_G != MODULUS_MAX))
     if small.size:
         g = int(small[0])

@@ -7,6 +7,7 @@ again gets the verdict from before. A check that breaks is no verdict, about nob
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,28 @@ from typing import Any, Protocol
 import numpy as np
 
 from refimpl.calls import Patience, call_patiently
-from refimpl.identity import address_of, verify
+from refimpl.identity import Identity, address_of, verify
 from refimpl.journal import Journal
-from refimpl.messages import Message, RecordVerdict, Submission, Verdict, submission_bytes
+from refimpl.messages import (
+    Account,
+    AskAccount,
+    Message,
+    RecordVerdict,
+    Submission,
+    Verdict,
+    record_bytes,
+    submission_bytes,
+)
 from refimpl.work import Work
 from refimpl.world import CallError, World
+
+RECORD = "record"  # signature domain, the ledger's
 
 CODES = {
     "ok": "all checks passed",
     "bad_signature": "not signed by the key that it names",
+    "no_account": "nobody with an account in good standing sent it",
+    "second_answer": "this place of this assignment was answered already, otherwise",
     "wrong_checkpoint": "claims other weights than the ones in force",
     "wrong_problem": "not the problem that the deterministic rule gives this worker",
     "bad_tokens": "tokens outside the vocabulary, too many, or none",
@@ -101,6 +115,7 @@ class Validator:
         self,
         world: World,
         config: ValidatorConfig,
+        identity: Identity,
         checker: Checker,
         prompt_of: Callable[[int], Sequence[int]],
         problem_of: Callable[[str, Submission], int | None],
@@ -108,13 +123,15 @@ class Validator:
     ) -> None:
         """`problem_of(address, submission)` is the problem that the deterministic rule gives for the step, counter and
         index that the submission names; None when no such assignment is given out."""
-        self.world, self.config, self.checker = world, config, checker
+        self.world, self.config, self.identity, self.checker = world, config, identity, checker
         self.prompt_of, self.problem_of, self.journal = prompt_of, problem_of, journal
         self.stopped = False
         self._queue: list[tuple[str, Submission]] = []
         self._arrived = world.signal()
         self._verdicts: dict[str, Verdict] = {}
         self._judged: dict[str, Any] = {}  # submission id -> signal set when judged
+        self._slots: dict[tuple[str, int, int, int], str] = {}  # (key, step, counter, index) -> submission id
+        self._standing: dict[str, Account] = {}  # by public key, as the ledger last said
 
     def serve(self) -> None:
         self.world.serve({Submission: self.submit})
@@ -130,8 +147,16 @@ class Validator:
             return Verdict(identifier, False, "bad_signature", CODES["bad_signature"], decided=False)
         duplicate = identifier in self._judged
         if not duplicate:
+            if (reason := await self._no_account(submission.public_key)) is not None:
+                return Verdict(identifier, False, "no_account", reason, decided=False)
+            slot = (submission.public_key, submission.step, submission.counter, submission.index)
+            if self._slots.setdefault(slot, identifier) != identifier:
+                # not slashed: a worker that was restarted may honestly answer again, a little differently
+                return Verdict(identifier, False, "second_answer", CODES["second_answer"], decided=False)
+            duplicate = identifier in self._judged  # the same content may have come while the ledger was asked
+        if not duplicate:
             self._judged[identifier] = self.world.signal()
-            self.journal("submitted", worker=source, submission=identifier, tokens=len(submission.tokens))
+            self.journal("submitted", worker=source, submission=identifier, tokens=submission.tokens.size)
             self._queue.append((identifier, submission))
             self._arrived.set()
         await self._judged[identifier].wait()
@@ -141,6 +166,17 @@ class Validator:
                 identifier, verdict.accepted, verdict.code, verdict.reason, decided=verdict.decided, duplicate=True
             )
         return verdict
+
+    async def _no_account(self, public_key: str) -> str | None:
+        """Why nothing is judged for this key; None for one in good standing. No replay is spent on strangers."""
+        if public_key not in self._standing:
+            try:
+                self._standing[public_key] = await call_patiently(
+                    self.world, self.config.ledger, AskAccount(public_key), self.config.patience
+                )
+            except CallError as error:
+                return error.reason
+        return "the account was ejected" if self._standing[public_key].ejected else None
 
     async def run(self) -> None:
         while not self.stopped:
@@ -169,9 +205,7 @@ class Validator:
         if replayable:
             prompts = [self.prompt_of(submission.problem_id) for _, submission in replayable]
             submissions = [submission for _, submission in replayable]
-            results = await self.world.compute(
-                self.checker.work(prompts, submissions), lambda: self.checker.check(prompts, submissions)
-            )
+            results = await self._check(prompts, submissions)
             for (identifier, _), result in zip(replayable, results, strict=True):
                 if isinstance(result, Exception):
                     verdicts[identifier] = _no_verdict(identifier, result)
@@ -184,6 +218,19 @@ class Validator:
         await self.world.gather(
             *(self._say(submission, verdicts[identifier], outcomes.get(identifier)) for identifier, submission in batch)
         )
+
+    async def _check(self, prompts: list[Any], submissions: list[Submission]) -> Sequence[Outcome | Exception]:
+        """All together; if that breaks, one by one, so that only the one that breaks it gets no verdict."""
+        try:
+            work = self.checker.work(prompts, submissions)
+            return await self.world.compute(work, lambda: self.checker.check(prompts, submissions))
+        except Exception as error:
+            if len(submissions) == 1:
+                return [error]
+        return [
+            (await self._check([prompt], [submission]))[0]
+            for prompt, submission in zip(prompts, submissions, strict=True)
+        ]
 
     def _cheap_checks(self, submission: Submission) -> tuple[str, str]:
         """(code, sentence) from what needs no model, in a fixed order."""
@@ -220,16 +267,26 @@ class Validator:
             decided=verdict.decided,
             code=verdict.code,
             reason=verdict.reason,
-            tokens=len(submission.tokens),
+            tokens=submission.tokens.size,
             mismatches=[score.exponent_mismatches for score in scores],
             mean_errors=[round(min(score.mantissa_mean, 999.0), 4) for score in scores],
             median_errors=[min(score.mantissa_median, 999.0) for score in scores],
         )
         if verdict.decided:
-            units = float(len(submission.tokens)) if verdict.accepted else 0.0
-            record = RecordVerdict(submission.public_key, verdict.submission_id, verdict.accepted, verdict.code, units)
+            units = float(submission.tokens.size) if verdict.accepted else 0.0
+            unsigned = RecordVerdict(
+                submission.public_key,
+                verdict.submission_id,
+                verdict.accepted,
+                verdict.code,
+                units,
+                self.identity.public_key,
+            )
+            signature = self.identity.sign(record_bytes(unsigned), domain=RECORD)
+            record = dataclasses.replace(unsigned, signature=signature)
             try:
-                await call_patiently(self.world, self.config.ledger, record, self.config.patience)
+                account = await call_patiently(self.world, self.config.ledger, record, self.config.patience)
+                self._standing[submission.public_key] = account
             except CallError as error:
                 self.journal("unrecorded", submission=verdict.submission_id, reason=error.reason)
         self._verdicts[verdict.submission_id] = verdict

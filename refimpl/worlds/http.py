@@ -24,6 +24,8 @@ T = TypeVar("T")
 SOURCE_HEADER = "X-Armillary-Source"
 REASON_BYTES_MAX = 2000
 NAME_LENGTH_MAX = 200
+READ_IDLE_S = 60.0
+"""A peer that has begun a frame and sends nothing for so long is given up."""
 
 
 class HttpWorld(AsyncioNode):
@@ -155,23 +157,28 @@ class HttpWorld(AsyncioNode):
         if self.line.latency_ms:
             await asyncio.sleep(self.line.latency_ms / 1000)
         try:
-            frame = bytearray(await stream.readexactly(PREFIX.size))
+            async with asyncio.timeout(READ_IDLE_S):
+                frame = bytearray(await stream.readexactly(PREFIX.size))
             total = frame_length(frame, bytes_max=self._frame_bytes_max)
             while len(frame) < total:
-                piece = await stream.read(min(PACE_BYTES if self.paced else 1 << 20, total - len(frame)))
+                async with asyncio.timeout(READ_IDLE_S):
+                    piece = await stream.read(min(PACE_BYTES if self.paced else 1 << 20, total - len(frame)))
                 if not piece:
                     raise BadMessage(f"frame ends after {len(frame)} of {total} bytes")
                 frame += piece
                 await self.sleep_until(self.downlink.reserve(len(piece), self.now()))
-            if await stream.read(1):
-                raise BadMessage(f"bytes follow a frame of {total} bytes")
+            async with asyncio.timeout(READ_IDLE_S):
+                if await stream.read(1):
+                    raise BadMessage(f"bytes follow a frame of {total} bytes")
+        except TimeoutError as error:
+            raise BadMessage(f"no byte of a frame came for {READ_IDLE_S:g} s") from error
         except asyncio.IncompleteReadError as error:
             raise BadMessage(f"a frame starts with {PREFIX.size} bytes, only {len(error.partial)} came") from error
         return bytes(frame)
 
 
 class HttpFabric:
-    """Several HTTP nodes in one process, for tests and small runs; `run_node` is what a process of its own uses."""
+    """Several HTTP nodes in one process, for tests and small runs; `process.py` runs one node in a process."""
 
     def __init__(self, *, run_seed: int = 0, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.run_seed = run_seed
@@ -220,11 +227,3 @@ class HttpFabric:
                 await asyncio.gather(*self._closing, *(node.stop() for node in self.nodes.values()))
 
         return asyncio.run(body())
-
-
-async def run_node(world: HttpWorld, main: Coroutine[Any, Any, T], supervisor: Supervisor) -> T:
-    """Run one started node's `main` until it ends or a task fails, then close the node."""
-    try:
-        return await supervisor.run(main)
-    finally:
-        await world.stop()
