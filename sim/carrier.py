@@ -34,10 +34,11 @@ PACKETS_PER_SWEEP = 256
 class _Message:
     """One message under way."""
 
-    __slots__ = ("arrival_ns", "arrived", "channel", "delay_s", "source", "target")
+    __slots__ = ("arrival_ns", "arrived", "channel", "delay_s", "links", "source", "target")
 
     def __init__(self, source: int, target: int, delay_s: float, arrived: Arrived, channel: Channel | None) -> None:
         self.source, self.target, self.delay_s, self.arrived, self.channel = source, target, delay_s, arrived, channel
+        self.links: tuple[int, ...] = ()
         self.arrival_ns = -1  # not known before its bytes have left the links
 
     def hand_over(self, _: Event) -> None:
@@ -122,6 +123,7 @@ class FlowCarrier:
                 self._channels[channel] = deque((message,))
             else:
                 queue.append(message)
+        message.links = path.links
         self._flows[flow] = message
         self._look_again()
 
@@ -140,8 +142,15 @@ class FlowCarrier:
 
         for delay_s in delays_s or [0.0]:
             flow = self.engine.start(cast(int, self.kernel._now) / SECOND_NS, links, size_bytes)
-            self._flows[flow] = _Message(source, target, delay_s, first_copy, None)
+            message = self._flows[flow] = _Message(source, target, delay_s, first_copy, None)
+            message.links = links
         self._look_again()
+
+    def reset(self, source: int, target: int, arrived: Arrived) -> None:
+        """`target` learns, after the path's latency, that `source` is gone: a dead node sends nothing, but its host or
+        the network does, in a packet that waits behind nobody."""
+        path = self.network.path(source, target, reply=True)
+        self.kernel.at(target, cast(int, self.kernel._now) + to_ns(path.one_way_latency_s), lambda _: arrived())
 
     def drop(self, node: int) -> None:
         """The node died. What it was sending never arrives; what was on its way to it breaks off now, and its sender
@@ -164,6 +173,11 @@ class FlowCarrier:
     def links_changed(self) -> None:
         """Something beside a message changed the engine: a fault was laid on or lifted."""
         self._look_again()
+
+    def flows_under_way(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """(source, target, links) of every message whose bytes are on the links."""
+        for message in self._flows.values():
+            yield message.source, message.target, message.links
 
     def under_way(self) -> Iterator[tuple[str, int, int]]:
         """All that is on the links, as ("flow" or "channel", source, target)."""

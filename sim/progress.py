@@ -61,7 +61,7 @@ class Progress:
         last_s = 0.0
         while not self._stop.wait(REDRAW_S):
             self._show(self._done_share())
-            if not self._terminal and time.monotonic() - last_s > 1.9 * REDRAW_S:
+            if not self._terminal and time.monotonic() - last_s > 0.9 * REDRAW_S:
                 last_s = time.monotonic()
                 print(f"{self._title} {100 * self._done_share():3.0f}%  {self.line()}", file=sys.stderr, flush=True)
 

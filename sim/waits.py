@@ -35,10 +35,9 @@ class Reasons:
         self.flows: Counter[tuple[int, int]] = Counter()  # (source, target) -> flows under way
         self.load: Counter[int] = Counter()  # link -> flows under way over it
         if self.carrier is not None:
-            for what, source, target in self.carrier.under_way():
-                if what == "flow":
-                    self.flows[source, target] += 1
-                    self.load.update(self.carrier.network.path(source, target, reply=True).links)
+            for source, target, links in self.carrier.flows_under_way():
+                self.flows[source, target] += 1
+                self.load.update(links)
 
     def of(self, call: OpenCall) -> str:
         """What holds the call up."""

@@ -39,6 +39,10 @@ class Carrier(Protocol):
         keep their order; those of kind None may overtake."""
         ...
 
+    def reset(self, source: int, target: int, arrived: Callable[[], None]) -> None:
+        """`target` learns after the path's latency that `source` is gone."""
+        ...
+
     def drop(self, node: int) -> None:
         """The node died: what it was sending stops, what was on its way to it arrives nowhere."""
         ...
@@ -326,9 +330,11 @@ class SimWorld:
         back: Callable[[], None] = arrived
         if (watch := self.fabric.watch) is not None:
             back = watch.call_answered(reply, self, source, outcome, size, arrived)
+        if isinstance(outcome, Unreachable):
+            return self.fabric.carrier.reset(self.index, source.index, back)
         # over a line that is down or a closed border it stalls, and goes on when that is mended, as over a connection
         kind = None if carries_bulk(outcome) else type(outcome).__name__
-        self.fabric.carrier.send(self.index, source.index, size, back, kind, reply=True)
+        return self.fabric.carrier.send(self.index, source.index, size, back, kind, reply=True)
 
     def serve(self, handlers: Mapping[type[Message], Handler]) -> None:
         self.handlers.update(handlers)
