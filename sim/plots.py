@@ -17,38 +17,41 @@ HONEST_COLOUR, CHEAT_COLOUR, BOUND_COLOUR = "#2a6f97", "#c1440e", "#222222"
 Events = Iterable[Mapping[str, Any]]
 
 
-def worst_scores(events: Events, behaviour_of: Mapping[str, str]) -> dict[str, list[tuple[float, float]]]:
-    """Per behaviour, each submission's worst chunk: (mismatches, mean error)."""
+Scores = dict[str, list[tuple[float, float, float]]]
+
+
+def worst_scores(events: Events, behaviour_of: Mapping[str, str]) -> Scores:
+    """Per behaviour, each submission's worst chunk: (mismatches, mean error, median error). A behaviour whose
+    submissions were all rejected before anything was compared has none."""
     worker_of: dict[str, str] = {}
-    scores: dict[str, list[tuple[float, float]]] = {}
+    scores: Scores = {}
     for event in events:
         if event["kind"] == "registered":
             worker_of[event["public_key"]] = event["worker"]
-        elif event["kind"] == "judged" and event["mismatches"] and event["public_key"] in worker_of:
-            behaviour = behaviour_of[worker_of[event["public_key"]]]
-            scores.setdefault(behaviour, []).append((max(event["mismatches"]), max(event["mean_errors"])))
+        elif event["kind"] == "judged" and event["public_key"] in worker_of:
+            found = scores.setdefault(behaviour_of[worker_of[event["public_key"]]], [])
+            if event["mismatches"]:
+                found.append((max(event["mismatches"]), max(event["mean_errors"]), max(event["median_errors"])))
     return scores
 
 
 def plot_scores(
-    path: Path,
-    scores: Mapping[str, list[tuple[float, float]]],
-    honest: Iterable[str],
-    *,
-    bounds: tuple[float, float],
-    title: str,
+    path: Path, scores: Scores, honest: Iterable[str], *, bounds: tuple[float, float, float], title: str
 ) -> None:
-    """Distributions per behaviour of the two scores, with the thresholds drawn."""
+    """Distributions per behaviour of the three scores, with the thresholds drawn."""
     honest = set(honest)
     names = sorted(scores, key=lambda name: (name not in honest, list(scores).index(name)), reverse=True)
     if not names:
         return
-    figure, axes = plt.subplots(1, 2, figsize=(11, 0.42 * len(names) + 1.9), sharey=True, layout="constrained")
-    labels = ("values that differ, worst chunk (of 128)", "mean error of the others, worst chunk (ulp)")
+    figure, axes = plt.subplots(1, 3, figsize=(13, 0.42 * len(names) + 1.9), sharey=True, layout="constrained")
+    labels = ("values that differ (of 128)", "mean error of the others (ulp)", "median error of the others (ulp)")
     for place, (axis, label, bound) in enumerate(zip(axes, labels, bounds, strict=True)):
         for height, name in enumerate(names):
-            values = [pair[place] for pair in scores[name]]
+            values = [entry[place] for entry in scores[name]]
             colour = HONEST_COLOUR if name in honest else CHEAT_COLOUR
+            if not values:
+                axis.text(0.05, height, "rejected before comparison", fontsize=8, va="center", color=colour)
+                continue
             spread = [height + 0.32 * (((i * 0.618034) % 1.0) - 0.5) for i in range(len(values))]
             axis.scatter(values, spread, s=9, alpha=0.55, color=colour, linewidths=0)
             axis.plot([sorted(values)[len(values) // 2]] * 2, [height - 0.3, height + 0.3], color=colour, lw=2)
@@ -60,7 +63,7 @@ def plot_scores(
         axis.grid(axis="x", alpha=0.25)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(-0.7, len(names) + 0.1)
-    figure.suptitle(f"{title}: scores of honest workers (blue) and cheats (red), one dot a submission", fontsize=11)
+    figure.suptitle(f"{title}: worst chunk of each submission (one dot), honest workers blue, cheats red", fontsize=11)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

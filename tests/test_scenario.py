@@ -164,4 +164,7 @@ def test_shipped_scenarios_are_good_and_say_what_they_show(name: str) -> None:
 
 
 def test_thresholds_are_the_checkers_own() -> None:
-    assert {name: (preset.exponent_mismatches, preset.mantissa_mean) for name, preset in PRESETS.items()} == BOUNDS
+    assert {
+        name: (preset.exponent_mismatches, preset.mantissa_mean, preset.mantissa_median)
+        for name, preset in PRESETS.items()
+    } == BOUNDS
