@@ -11,6 +11,14 @@ from sim.explain import NoRun, why
 from sim.scenario import ScenarioError, known_scenarios, load_scenario
 
 
+def _seed(text: str) -> int:
+    """A seed of the command line: a whole number, 0 or more."""
+    seed = int(text)
+    if seed < 0:
+        raise argparse.ArgumentTypeError(f"{seed} was given; a whole number, 0 or more, was expected")
+    return seed
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0: done; 1: a run got stuck, broke or did not keep a promise, or two runs differ; 2: what was asked
     cannot be done, and a sentence says why."""
@@ -22,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         sub = commands.add_parser(command, help=text, description=text)
         sub.add_argument("scenario", help=f"a name ({', '.join(known_scenarios())}) or a .toml file")
-        sub.add_argument("--seed", type=int, help="instead of the scenario's own")
+        sub.add_argument("--seed", type=_seed, help="instead of the scenario's own")
         sub.add_argument("--model", help="a folder or hub id, instead of the scenario's own")
         sub.add_argument("--runs", type=Path, default=Path("runs"), help="where the run's folder goes (default: runs)")
         if command == "run":
@@ -66,6 +74,7 @@ def _run(options: argparse.Namespace) -> int:
 
         _, figures = run_broadcast(scenario, name=name, seed=seed, runs=options.runs, say=print)
         return 0 if all(v["complete"] == v["clients"] for v in figures["versions"][-1:]) else 1
+    from refimpl.engine import set_threads
     from refimpl.model.prepare import PrepareError, prepare
     from sim.run import run_scenario
 
@@ -76,6 +85,7 @@ def _run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     path = str(model or "calibrated")
+    set_threads()
     result = run_scenario(scenario, name=name, seed=seed, model_path=path, runs=options.runs, trace=options.trace)
     return 0 if result.ok else 1
 

@@ -19,7 +19,7 @@ import numpy as np
 from simpy.events import Event
 
 from sim.kernel import LATE, SECOND_NS, Kernel, to_ns
-from sim.network import DELIVERED, Network
+from sim.network import DELIVERED, Network, Path
 from sim.reach import ChannelOrder
 from sim.traffic import Traffic
 
@@ -97,16 +97,12 @@ class FlowCarrier:
                 path.links, source, target, size_bytes, [delay_s + extra for extra in fate.extra_delay_s], arrived
             )
             return
-        flow = self.engine.start(
-            now_ns / SECOND_NS,
-            path.links,
-            size_bytes,
-            weight=path.weight,
-            rate_bound_bytes_per_s=path.rate_bound_bytes_per_s,
-        )
         channel = None if kind is None else (source, target, kind)
-        message = _Message(source, target, delay_s, arrived, channel)
-        if size_bytes <= PACKET_BYTES and channel not in self._channels:
+        first = network.transport.latency_first  # the links are taken only after the latency
+        message = _Message(source, target, 0.0 if first else delay_s, arrived, channel)
+        message.links = path.links
+        if size_bytes <= PACKET_BYTES and channel not in self._channels and not first:
+            flow = self._start(path, size_bytes)
             finish_s = self.engine.solo_finish_s(flow)
             if finish_s != float("inf"):
                 arrival_ns = to_ns(finish_s + delay_s)
@@ -117,14 +113,33 @@ class FlowCarrier:
                 if self._packets >= PACKETS_PER_SWEEP:
                     self._take_finished(now_ns)
                 return
-        if channel is not None:
-            queue = self._channels.get(channel)
-            if queue is None:
-                self._channels[channel] = deque((message,))
-            else:
-                queue.append(message)
-        message.links = path.links
-        self._flows[flow] = message
+            self._queue(message)
+            self._flows[flow] = message
+            self._look_again()
+            return
+        self._queue(message)
+        if first:
+            self.kernel.at(source, now_ns + to_ns(delay_s), lambda _: self._begin(message, path, size_bytes))
+        else:
+            self._begin(message, path, size_bytes)
+
+    def _queue(self, message: _Message) -> None:
+        """The message takes its place in its channel."""
+        if message.channel is not None:
+            self._channels.setdefault(message.channel, deque()).append(message)
+
+    def _start(self, path: Path, size_bytes: int) -> int:
+        return self.engine.start(
+            cast(int, self.kernel._now) / SECOND_NS,
+            path.links,
+            size_bytes,
+            weight=path.weight,
+            rate_bound_bytes_per_s=path.rate_bound_bytes_per_s,
+        )
+
+    def _begin(self, message: _Message, path: Path, size_bytes: int) -> None:
+        """The message's bytes take the links."""
+        self._flows[self._start(path, size_bytes)] = message
         self._look_again()
 
     def _send_disturbed(

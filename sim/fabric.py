@@ -14,10 +14,10 @@ from sim.network import Network
 from sim.record import EventLog
 from sim.regions import region_set
 from sim.scenario import Scenario
-from sim.transport import FAIR, TCP
+from sim.transport import FAIR, LV08, TCP
 from sim.world import SimFabric, SimWorld
 
-TRANSPORTS = {"fair": FAIR, "tcp": TCP}
+TRANSPORTS = {"fair": FAIR, "tcp": TCP, "lv08": LV08}
 
 
 def journal_for(world: SimWorld) -> Callable[..., None]:
@@ -72,7 +72,7 @@ def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Netw
 def random_lives(scenario: Scenario, seed: int) -> list[ChurnEvent]:
     """All comings and goings of all groups, in the order of time and name."""
     regions = region_set(scenario.network.regions) if scenario.network.regions is not None else None
-    events: list[ChurnEvent] = []
+    events = scenario.traced_lives()
     for group in scenario.nodes:
         if group.life is not None:
             region = group.region or ""

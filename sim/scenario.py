@@ -18,7 +18,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from refimpl.attacks.names import BEHAVIOURS
 from sim.catalogue import CatalogueError, Strict, UnknownDevice, explain, read_toml
-from sim.churn import ChurnSpec
+from sim.churn import ChurnEvent, ChurnSpec
+from sim.churn_trace import read_trace
 from sim.faults import FaultPart
 from sim.hardware import OutOfMemory, find_device
 from sim.jitter import Jitter
@@ -125,7 +126,9 @@ class NetworkPart(Strict):
     regions: str | None = Field(None, description="a named set of region distances")
     jitter_ms: float = Field(0.0, ge=0, description="mean of an exponential delay on top of each message's latency")
     jitter: JitterPart | None = Field(None, description="another law instead of jitter_ms")
-    transport: Literal["fair", "tcp"] = Field("fair", description="tcp: header overhead and window of TCP")
+    transport: Literal["fair", "tcp", "lv08"] = Field(
+        "fair", description="tcp: header overhead and window; lv08: SimGrid's TCP model (shares by round trip, factors)"
+    )
     hole_punching: bool = Field(False, description="nodes behind NATs reach each other without a relay")
     single_flow_bound: bool = Field(False, description="no flow is faster than the region set's measured single flow")
     trunks: tuple[TrunkPart, ...] = ()
@@ -188,6 +191,7 @@ class Scenario(Strict):
     ledger: LedgerPart = LedgerPart()
     network: NetworkPart = NetworkPart()
     faults: tuple[FaultPart, ...] = ()
+    life_trace: str | None = Field(None, description="a file of comings and goings, as sim/churn_trace.py reads it")
     nodes: tuple[NodeGroup, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -201,6 +205,7 @@ class Scenario(Strict):
             raise ValueError(f"two nodes would be called {twice!r}: one by its group's name, one by its number")
         self._check_roles()
         self._check_places()
+        self._check_trace()
         regions = self._regions()
         for group in self.nodes:
             self._check_group(group, regions)
@@ -278,6 +283,24 @@ class Scenario(Strict):
             return region_set(self.network.regions) if self.network.regions is not None else None
         except UnknownRegion as error:
             raise ValueError(str(error)) from None
+
+    def _check_trace(self) -> None:
+        """Nodes of a trace must exist, and have no random life beside it."""
+        names = {member.name: member.group for member in self.members()}
+        for event in self.traced_lives():
+            if event.node not in names:
+                raise ValueError(f"life_trace {self.life_trace!r} has a node {event.node!r}; no node is called so")
+            if names[event.node].life is not None:
+                raise ValueError(f"{event.node} is in life_trace and has a life of its own; expected one of them")
+
+    def traced_lives(self) -> list[ChurnEvent]:
+        """Comings and goings from the trace file; none without one. Raises ValueError for a file that is none."""
+        if self.life_trace is None:
+            return []
+        try:
+            return read_trace(Path(self.life_trace).read_text(encoding="utf-8"), self.life_trace)
+        except OSError as error:
+            raise ValueError(f"life_trace {self.life_trace!r} cannot be read: {error.strerror}") from None
 
     def _check_places(self) -> None:
         """Regions that are named beside nodes must have nodes in them."""

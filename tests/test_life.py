@@ -15,6 +15,7 @@ from sim.churn import ChurnEvent
 from sim.faults import FaultPart
 from sim.life import Life
 from sim.network import Network
+from sim.transport import LV08
 from sim.world import SimFabric, SimWorld
 
 NS = 1_000_000_000
@@ -258,3 +259,20 @@ def test_a_hung_nodes_own_tasks_stand_still_and_go_on_when_it_wakes() -> None:
     stage.fabric.kernel.at(0, 5 * NS, lambda _: stage.fabric.nodes["a"].spawn(beat(stage.fabric.nodes["a"])))
     stage.run(32.5)
     assert beats == [5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 30.0, 31.0, 32.0]
+
+
+def test_with_simgrids_tcp_model_the_links_are_taken_after_the_latency() -> None:
+    """LV08: 13.01 times the latency first, then size / (0.97 · rate): 2 ms · 13.01 + 1e6 / (0.97 · 1e6 byte/s)."""
+    network = Network(transport=LV08)
+    fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(1, "network")))
+    for name in ("a", "b"):
+        fabric.node(name)
+        network.add_node(uplink_mbit_s=8.0, downlink_mbit_s=80.0, latency_ms=1.0)
+    came: list[float] = []
+
+    async def main() -> None:
+        fabric.carrier.send(0, 1, 1_000_000, lambda: came.append(fabric.now_s()), None)
+        await fabric.nodes["a"].sleep(10.0)
+
+    fabric.run(main())
+    assert came == [pytest.approx(0.002 * 13.01 + 1 / 0.97, rel=1e-6)]

@@ -10,6 +10,7 @@ import pytest
 
 from refimpl.toploc.check import PRESETS
 from sim.__main__ import main
+from sim.fabric import random_lives
 from sim.run import BOUNDS
 from sim.scenario import Scenario, ScenarioError, known_scenarios, load_scenario, read_scenario
 
@@ -168,3 +169,17 @@ def test_thresholds_are_the_checkers_own() -> None:
         name: (preset.exponent_mismatches, preset.mantissa_mean, preset.mantissa_median)
         for name, preset in PRESETS.items()
     } == BOUNDS
+
+
+def test_a_trace_file_says_when_nodes_come_and_go_and_is_checked(tmp_path: Path) -> None:
+    trace = tmp_path / "lives.csv"
+    trace.write_text(
+        "time_s,node,event,disk_kept\n10.5,worker-03,join,no\n20.0,worker-03,leave,yes\n", encoding="utf-8"
+    )
+    scenario = read_scenario(write(tmp_path, f'life_trace = "{trace}"\n' + GOOD))
+    assert [(e.time_ns, e.node, e.kind) for e in random_lives(scenario, 1)] == [
+        (10_500_000_000, "worker-03", "join"), (20_000_000_000, "worker-03", "leave"),
+    ]  # fmt: skip
+    trace.write_text(head + "1.0,nobody,join,no\n", encoding="utf-8")
+    assert "no node is called so" in refusal(tmp_path, f'life_trace = "{trace}"\n' + GOOD)
+    assert "cannot be read" in refusal(tmp_path, 'life_trace = "nowhere.csv"\n' + GOOD)
