@@ -173,9 +173,8 @@ def test_thresholds_are_the_checkers_own() -> None:
 
 def test_a_trace_file_says_when_nodes_come_and_go_and_is_checked(tmp_path: Path) -> None:
     trace = tmp_path / "lives.csv"
-    trace.write_text(
-        "time_s,node,event,disk_kept\n10.5,worker-03,join,no\n20.0,worker-03,leave,yes\n", encoding="utf-8"
-    )
+    head = "time_s,node,event,disk_kept\n"
+    trace.write_text(head + "10.5,worker-03,join,no\n20.0,worker-03,leave,yes\n", encoding="utf-8")
     scenario = read_scenario(write(tmp_path, f'life_trace = "{trace}"\n' + GOOD))
     assert [(e.time_ns, e.node, e.kind) for e in random_lives(scenario, 1)] == [
         (10_500_000_000, "worker-03", "join"), (20_000_000_000, "worker-03", "leave"),
