@@ -19,7 +19,7 @@ distance of the two distribution functions), so sampling among N tokens is withi
 
 Shape legend: B rows (one seed and position each), N consecutive tokens, K chosen tokens, C chunks of the vocabulary.
 
-Reference: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), for Philox.
+Reference: "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), for Philox.
 """
 
 from __future__ import annotations

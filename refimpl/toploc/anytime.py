@@ -29,8 +29,8 @@ independence of the values.
 
 Shape legend: S streams (provers), T values of each, L bets λ.
 
-References: Ville 1939; Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting" (JRSS B 2024);
-Shin, Ramdas, Rinaldo, "E-detectors" (2022) for starting at every time.
+References: "Estimating means of bounded random variables by betting" (arXiv 2010.09686), and "E-detectors: a
+nonparametric framework for sequential change detection" (arXiv 2203.03532) for bets that start at every time.
 """
 
 from __future__ import annotations

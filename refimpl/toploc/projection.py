@@ -14,14 +14,14 @@ Bytes: a header and k float16 a token, all scaled by one power of two so that no
     offset  0  1        2  3         4                8
             R  version  k  exponent  tokens (u32 LE)  tokens · k float16 LE
 
-Differs from the source (adamkarvonen/difr): 1) the matrix comes from the counter-based `normal_noise`, equal on every
-device; 2) a wire format with bounds. As there, the matrix is known in advance (seed 42): it tells honest states from
+Differs from the published DiFR code: 1) the matrix comes from the counter-based `normal_noise`, equal on every device;
+2) a wire format with bounds. As there, the matrix is known in advance (seed 42): it tells honest states from
 those of another model, and is no lock against a prover who computes the right states, or searches for others that agree
 in k numbers.
 
 Shape legend: T tokens, H hidden width, k projections.
 
-Reference: Karvonen et al., "DiFR" (arXiv 2511.20621), k from 2 to 128.
+Reference: Activation-DiFR (arXiv 2511.20621), k from 2 to 128.
 """
 
 from __future__ import annotations

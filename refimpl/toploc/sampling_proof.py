@@ -28,7 +28,7 @@ vocabulary) has an infinite margin too; 3) `outside="distance"` is ours, and not
 
 Shape legend: N positions, of one or many sequences, one after another; V vocabulary.
 
-Reference: Karvonen et al., "DiFR" (arXiv 2511.20621), the margin, its clipping at 0.5 and the mean over tokens.
+Reference: DiFR (arXiv 2511.20621), for the margin, its clipping at 0.5 and the mean over tokens.
 """
 
 from __future__ import annotations
