@@ -123,3 +123,13 @@ def test_imports_make_no_circle() -> None:
 
     for name in sorted(graph):
         visit(name, ())
+
+
+def test_no_two_messages_share_a_name() -> None:
+    """One table of names for the whole project, tests included: they may all be loaded in one process."""
+    seen: dict[str, Path] = {}
+    for path in [*FILES, *sorted(ROOT.glob("tests/*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any(ast.unparse(mark) == "wire" for mark in node.decorator_list):
+                assert node.name not in seen or node.name == "Bad", f"{path} and {seen.get(node.name)}: {node.name}"
+                seen[node.name] = path

@@ -23,7 +23,7 @@ NS = 1_000_000_000
 
 @wire
 @dataclass(frozen=True)
-class Knock(Message):
+class Rap(Message):
     number: int
 
 
@@ -38,7 +38,7 @@ def pricer(work: Any) -> float:
 
 
 class Stage:
-    """A hub and some nodes that serve `Knock` and `Load`, one node's log of its starts, and a caller."""
+    """A hub and some nodes that serve `Rap` and `Load`, one node's log of its starts, and a caller."""
 
     def __init__(self, *nodes: str, churn: tuple[ChurnEvent, ...] = (), faults: tuple[FaultPart, ...] = ()) -> None:
         self.network = Network(borders=True)
@@ -67,9 +67,9 @@ class Stage:
 
         async def answer(source: str, message: Any) -> Message:
             await world.compute(Seconds(duration_s=1.0), lambda: None)
-            return Knock(1)
+            return Rap(1)
 
-        world.serve({Knock: answer, Load: answer})
+        world.serve({Rap: answer, Load: answer})
 
     def run(self, until_s: float, *calls: tuple[float, str, float]) -> list[Any]:
         """Run, calling from the hub: (at, target, time-out). Returns (outcome, when) per call."""
@@ -79,7 +79,7 @@ class Stage:
             await self.desk.sleep(at_s)
             hub = self.fabric.nodes["hub"]
             try:
-                await hub.call(target, Knock(place), timeout_s)
+                await hub.call(target, Rap(place), timeout_s)
                 outcomes[place] = ("ok", self.fabric.now_s())
             except CallError as error:
                 outcomes[place] = (type(error).__name__, self.fabric.now_s())

@@ -6,7 +6,7 @@ from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.manifest import Verify
-from refimpl.shardcast.messages import Announce
+from refimpl.shardcast.messages import Announced
 from refimpl.shardcast.puller import Puller, PullerConfig
 from refimpl.world import World
 
@@ -22,7 +22,7 @@ class Client:
         self.puller = Puller(world, config, verify, on_complete=self._complete, journal=journal)
 
     def serve(self) -> None:
-        self.world.serve({Announce: self.announced})
+        self.world.serve({Announced: self.announced})
 
     def stop(self) -> None:
         self.puller.stop()
@@ -30,7 +30,7 @@ class Client:
     async def run(self) -> None:
         await self.puller.run()
 
-    async def announced(self, source: str, message: Announce) -> Message:
+    async def announced(self, source: str, message: Announced) -> Message:
         self.puller.hear()
         return Ok()
 

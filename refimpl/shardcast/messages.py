@@ -34,7 +34,7 @@ class News(Message):
 
 @wire
 @dataclass(frozen=True)
-class Announce(Message):
+class Announced(Message):
     """Origin or relay -> those below: there is something new, come and get it."""
 
     version: int

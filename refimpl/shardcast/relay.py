@@ -6,7 +6,7 @@ from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.manifest import Verify
-from refimpl.shardcast.messages import Announce
+from refimpl.shardcast.messages import Announced
 from refimpl.shardcast.puller import Puller, PullerConfig
 from refimpl.shardcast.serving import ServingConfig, ShardServer, Spoil
 from refimpl.world import World
@@ -38,7 +38,7 @@ class Relay:
 
     def serve(self) -> None:
         self.server.serve()
-        self.world.serve({Announce: self.announced})
+        self.world.serve({Announced: self.announced})
 
     def stop(self) -> None:
         self.puller.stop()
@@ -46,7 +46,7 @@ class Relay:
     async def run(self) -> None:
         await self.puller.run()
 
-    async def announced(self, source: str, message: Announce) -> Message:
+    async def announced(self, source: str, message: Announced) -> Message:
         self.puller.hear()
         return Ok()
 

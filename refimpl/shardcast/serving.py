@@ -14,7 +14,7 @@ from refimpl.journal import Journal, silent
 from refimpl.messages import Blob, Message
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.limits import Serving, ServingLimits
-from refimpl.shardcast.messages import Announce, AskNews, AskShard, News, Shard
+from refimpl.shardcast.messages import Announced, AskNews, AskShard, News, Shard
 from refimpl.world import CallError, Refused, World
 
 NOTHING = Blob(0, "", b"")
@@ -105,4 +105,4 @@ class ShardServer:
     async def _announce(self, name: str, version: int) -> None:
         """Tell one node below; one that does not answer will ask by itself."""
         with contextlib.suppress(CallError):
-            await self.world.call(name, Announce(version), self.config.announce_timeout_s)
+            await self.world.call(name, Announced(version), self.config.announce_timeout_s)
