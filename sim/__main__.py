@@ -94,7 +94,7 @@ def _swarm(options: argparse.Namespace) -> int:
     scenario = load_scenario(options.scenario)
     wanted = options.model or scenario.model_path
     if wanted is None:
-        raise ScenarioError(f"{options.scenario} has a calibrated stand-in for a model; real processes need a real one")
+        raise ScenarioError(f"{options.scenario} has no real model to run; real processes need one")
     from refimpl.model.prepare import PrepareError, prepare
     from sim.processes import run_processes
 
@@ -127,14 +127,14 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from sim.sweep import FIGURES, parse_setting, sweep
+    from sim.sweep import parse_setting, sweep
 
     sweep(
         options.scenario,
         [parse_setting(text) for text in options.set],
         seeds=options.seeds,
         runs=options.runs,
-        figures=options.figures.split(",") if options.figures else FIGURES,
+        figures=options.figures.split(",") if options.figures else None,
         jobs=options.jobs,
         dask=options.dask,
         model=options.model,

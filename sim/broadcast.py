@@ -209,6 +209,7 @@ def summarise(
         "bytes_sent": bytes_sent,
         "wrong_shards": wrong,
         "versions": versions,
+        **{key: versions[-1][key] if versions else None for key in ("first_s", "median_s", "last_s")},  # of the newest
         "events": events,
         "events_sha256": hashlib.sha256((folder / "events.jsonl").read_bytes()).hexdigest(),
     }

@@ -31,6 +31,7 @@ from tqdm import tqdm
 from sim.scenario import ScenarioError, check_raw, read_raw, scenario_path
 
 FIGURES = ("detection.rate", "false_positives.rate", "virtual_s")
+BROADCAST_FIGURES = ("first_s", "median_s", "last_s")
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,12 @@ def run_cell(cell: Cell, name: str, runs: Path, model: str | None) -> dict[str, 
 
     set_threads(os.cpu_count() or 1)  # one run a core
     scenario = check_raw(cell.raw, name)
+    if scenario.broadcast is not None:
+        from sim.broadcast import run_broadcast
+
+        return run_broadcast(
+            scenario, name=folder_name, seed=cell.seed, runs=runs, say=lambda line: None, progress=False
+        )[1]
     wanted = model or scenario.model_path
     path = str(prepare(wanted)) if wanted is not None else "calibrated"
     result = run_scenario(
@@ -166,7 +173,7 @@ def sweep(
     *,
     seeds: int,
     runs: Path,
-    figures: Sequence[str] = FIGURES,
+    figures: Sequence[str] | None = None,
     jobs: int = -1,
     dask: str | None = None,
     model: str | None = None,
@@ -174,6 +181,8 @@ def sweep(
     """Run everything that has not been run, and leave table and plot in a folder of their own. Returns it."""
     name = Path(scenario).stem
     cells = cells_of(scenario, settings, seeds)
+    if figures is None:
+        figures = BROADCAST_FIGURES if "broadcast" in cells[0].raw else FIGURES
     folder = runs / f"sweep-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     context: dict[str, Any] = {"backend": "loky", "n_jobs": jobs}
