@@ -20,6 +20,7 @@ from refimpl.pipeline.replay import ReplaySettings, RingReplay
 from refimpl.pipeline.ring import RingConfig
 from refimpl.pipeline.stage import StageConfig
 from refimpl.pipeline.verifier import Answer, RingVerifier
+from refimpl.pipeline.watch import find_blockage
 from refimpl.world import Timeout
 from refimpl.worlds.local import LocalFabric
 
@@ -127,10 +128,8 @@ def try_ring(
             stage.serve()
             stage.world.spawn(stage.run(), "stage")
         finished = await _ask(head, config)
-        while finished and not head.schedule.idle:  # the last chunks' commitments are on their way
-            if head.world.now() > config.patience_s:
-                raise Timeout("the ring does not come to rest")
-            await checker.sleep(0.005)
+        if finished:
+            await _rest(head, config.patience_s)
         _complaints(result, head, names)
         if finished:
             await _verify(result, head, RingVerifier(checker, _replay(config)), names)
@@ -138,6 +137,17 @@ def try_ring(
 
     fabric.run(main())
     return result
+
+
+async def _rest(head: Head, patience_s: float) -> None:
+    """Wait until the last chunks' commitments have come round. Raises `Timeout`, saying where they are."""
+    until = head.world.now() + patience_s
+    while not head.schedule.idle:
+        if head.world.now() > until:
+            counters = await head.ring.counters()
+            where = find_blockage(head.schedule.number, counters, head.ring.seats, head.ring.epoch)
+            raise Timeout(f"the ring (up: {head.ring.up}) does not come to rest: {where}; {counters}")
+        await head.world.sleep(0.005)
 
 
 def _replay(config: TrialConfig) -> RingReplay:

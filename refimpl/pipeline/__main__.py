@@ -186,8 +186,15 @@ async def run_head(world: World, stage: Stage, config: dict[str, Any], stop: Sig
     kept = await head.complete(
         [r["id"] for r in asked], [r["prompt"] for r in asked], [r["new"] for r in asked], [r["seed"] for r in asked]
     )
-    answers = [request.answer for request in kept]
-    result = {"answers": answers, "seconds": world.now() - began_s, "epoch": head.ring.epoch}
+    seconds = world.now() - began_s
+    counters = await head.ring.counters()
+    result = {
+        "answers": [request.answer for request in kept],
+        "seconds": seconds,
+        "epoch": head.ring.epoch,
+        "tau_s": [c.busy_s / max(1, c.computed) if c is not None else None for c in counters],
+        "cycle_s": head.cycle_s(),
+    }
     print(json.dumps(result), flush=True)
     await stop.wait()
     head.stop()

@@ -107,6 +107,8 @@ class StageCompute:
     def _inputs(self, made: Pass, states: np.ndarray | None, new: list[int], ragged: bool) -> torch.Tensor:
         device, width = self.decoder.device, max(new)
         if states is None:
+            if not ragged:
+                return torch.tensor([row.tokens for row in made.rows], device=device)
             tokens_nT = torch.zeros(len(new), width, dtype=torch.int64)
             for at, row in enumerate(made.rows):
                 tokens_nT[at, : row.new] = torch.tensor(row.tokens)
@@ -126,7 +128,7 @@ class StageCompute:
         at = torch.tensor([int(last) for last, row in zip(lasts, made.rows, strict=True) if row.draws])
         if not len(at):
             return np.zeros(0, np.int32), np.zeros(0, np.float32)
-        logits = self.decoder.logits(flat_D[at.to(flat_D.device)])
+        logits = self.decoder.logits(flat_D if len(at) == len(flat_D) else flat_D[at.to(flat_D.device)])
         seeds = torch.tensor([row.seed for row in drawing], dtype=torch.int64)
         positions = torch.tensor([row.answered for row in drawing], dtype=torch.int64)
         tokens, logprobs = sample(logits, seeds.to(logits.device), positions.to(logits.device), self.sampling)

@@ -89,6 +89,7 @@ class Formation:
         self.rows.epoch = plan.epoch
         self.ready: deque[tuple[Pass, np.ndarray]] = deque()
         self.taken, self.computed, self.delivered = 0, 0, Contiguous()
+        self.busy_s = 0.0  # spent computing
         self.halted = ""  # the reason, once this stage must not go on
         self.receipts: dict[int, bytes] = {}
         self.commit = commit

@@ -83,6 +83,8 @@ class Head:
         self._done: dict[int, Signal] = {}
         self._sent_at: dict[int, float] = {}
         self._recent_s: dict[bool, deque[float]] = {kind: deque(maxlen=32) for kind in (False, True)}
+        self._round_at: dict[int, float] = {}  # by micro-batch, when its last pass came round
+        self._cycles_s: deque[float] = deque(maxlen=1024)
         self._vain = 0  # epochs since a pass came round
         self._keep_chunk = 1
         for kept in self.log.unfinished():
@@ -129,6 +131,7 @@ class Head:
         """Everything that was live is prefilled again."""
         self.plans[self.ring.epoch] = self.ring.formation.plan
         self._sent_at.clear()
+        self._round_at.clear()
         self._vain = min(self._vain + 1, 6) if self.schedule.number else 0
         self.schedule.restart(keep_chunk=self._keep_chunk, epoch=self.ring.epoch)
         self.log.cut({number: len(answer) for number, answer in self.schedule.answers().items()})
@@ -141,6 +144,10 @@ class Head:
             if self.ring.up and not self._stopped and (not quiet or self._overdue()):
                 await self.ring.find_hang(self.schedule.number, self._overdue)
                 self._awake.set()
+
+    def cycle_s(self) -> float:
+        """Measured cycle: the median time from one decode pass of a micro-batch to its next, coming round."""
+        return statistics.median(self._cycles_s) if self._cycles_s else 0.0
 
     def _overdue(self) -> bool:
         """Is the oldest pass later than passes of its kind (prefill or decode) are? Each ring that was mended in vain
@@ -250,6 +257,10 @@ class Head:
         self.log.draw(list(zip(drawing, map(int, tokens), map(float, logprobs), strict=True)))
         self._recent_s[_is_prefill(made)].append(self.world.now() - self._sent_at.pop(number))
         self._vain = 0
+        now, last = self.world.now(), self._round_at.get(made.micro_batch)
+        if not _is_prefill(made) and last is not None:
+            self._cycles_s.append(now - last)
+        self._round_at[made.micro_batch] = now
         for end in finished:
             self.log.done(end.request, end.reason)
             self.finished[end.request] = epoch

@@ -169,6 +169,7 @@ class ProgressReport(Message):
     received: int
     computed: int
     delivered: int
+    busy_s: float = 0.0  # time spent computing these passes: tau = busy_s / computed
 
 
 @wire

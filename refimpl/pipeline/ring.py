@@ -206,16 +206,16 @@ class Ring:
     async def find_hang(self, issued: int, overdue: Callable[[], bool]) -> None:
         """Two looks at all counters. Who does not answer, or holds a pass that is overdue and has not moved between the
         looks, loses its seat; who was restarted keeps it, and the ring is formed again."""
-        before = await self._counters()
+        before = await self.counters()
         if all(before):
             await self.world.sleep(min(self.config.probe_timeout_s, self.config.overdue_s_min))
-        after = await self._counters()
+        after = await self.counters()
         blockage = find_blockage(issued, after, self.seats, self.epoch)
         if not self.up or blockage is None:
             return
         lost = [name for name, report in zip(self.seats, after, strict=True) if report is None]
         restarted = any(report is not None and report.epoch != self.epoch for report in after)
-        if not lost and not restarted and (before != after or not overdue()):
+        if not lost and not restarted and (_moved(before, after) or not overdue()):
             return  # slow, not stuck
         self.blockages.append(blockage)
         self.journal("blockage", epoch=self.epoch, reason=blockage.sentence)
@@ -230,18 +230,19 @@ class Ring:
         receiver_stays = blockage.to == self.world.name or (again and blockage.stage != self.world.name)
         return blockage.stage if receiver_stays else blockage.to
 
-    async def _counters(self) -> list[Progress | None]:
+    async def counters(self) -> list[Progress | None]:
+        """Every stage's own count; None for one that does not answer."""
         return list(await self.world.gather(*(self._counter(name) for name in self.seats)))
 
     async def _counter(self, name: str) -> Progress | None:
         if name == self.world.name:
             own = self.formation
-            return Progress(name, own.plan.epoch, own.taken, own.computed, own.delivered.count)
+            return Progress(name, own.plan.epoch, own.taken, own.computed, own.delivered.count, own.busy_s)
         try:
             report = await self.world.call(name, AskProgress(self.epoch), self.config.probe_timeout_s)
         except CallError:
             return None
-        return Progress(name, report.epoch, report.received, report.computed, report.delivered)
+        return Progress(name, report.epoch, report.received, report.computed, report.delivered, report.busy_s)
 
     def unseat(self, names: Sequence[str]) -> None:
         """These nodes lose their seats (the head's own keeps its); the ring is to be formed again."""
@@ -266,3 +267,10 @@ class Ring:
         self._suspects.discard(source)
         self.alarm()  # a seated node that announces itself was restarted, and its caches are gone
         return Ok()
+
+
+def _moved(before: Sequence[Progress | None], after: Sequence[Progress | None]) -> bool:
+    """Did any stage get on between two looks?"""
+    return [a and (a.received, a.computed, a.delivered) for a in before] != [
+        a and (a.received, a.computed, a.delivered) for a in after
+    ]

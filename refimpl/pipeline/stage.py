@@ -280,7 +280,9 @@ class Stage:
         what came may have been made to cause them."""
         try:
             drawing = ring.rows.obey(made)
+            began_s = self.world.now()
             result = await self.world.compute(ring.compute.work(made), lambda: ring.compute.run(made, drawing, states))
+            ring.busy_s += self.world.now() - began_s
             if self.formation is not ring or ring.halted:
                 return None
             message = self._message(ring, made, drawing, result)
@@ -354,7 +356,7 @@ class Stage:
         ring = self.formation
         if ring is None:
             return ProgressReport(-1, 0, 0, 0)
-        return ProgressReport(ring.plan.epoch, ring.taken, ring.computed, ring.delivered.count)
+        return ProgressReport(ring.plan.epoch, ring.taken, ring.computed, ring.delivered.count, ring.busy_s)
 
     async def _evidence(self, source: str, message: AskEvidence) -> Message:
         return self.evidence(message)

@@ -20,6 +20,7 @@ class Progress:
     received: int  # passes received, in order (of stage 0: given to it by the schedule)
     computed: int
     delivered: int  # passes that its successor has confirmed
+    busy_s: float = 0.0  # spent computing them
 
 
 @dataclass(frozen=True, slots=True)
