@@ -22,7 +22,8 @@ Finishing times cost nothing while a link's flows stay the same: all flows held 
 so each is filed once in the link's heap under the service (bytes per weight, V_l = integral of S_l dt) at which it
 ends, and a level that moves changes one number per link instead of one per flow.
 
-Everything lives in flat arrays, rows named below; row `link 0` stands for "held by no link yet". No SimPy, no torch.
+Everything lives in flat arrays, rows named below; link 0 stands for "held by no link yet". No SimPy, no torch. One file
+on purpose: numba's cache on disk notices a change only in the file of the function that it compiled.
 """
 
 from __future__ import annotations

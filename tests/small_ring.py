@@ -58,11 +58,9 @@ def config_of(stages, **changes):
 class SmallRing:
     """Nodes of one ring in one process, and a client."""
 
-    def __init__(
-        self, checkpoint, stages, *, spares=0, log=None, line=None, options=None, cheats=None, stage=None, **changes
-    ):
-        self.fabric = LocalFabric(run_seed=1)
-        self.checkpoint, self.line, self.options, self.cheats = checkpoint, line, options or {}, cheats or {}
+    def __init__(self, checkpoint, stages, *, spares=0, log=None, line=None, stage=None, fabric=None, **changes):
+        self.fabric = fabric or LocalFabric(run_seed=1)
+        self.checkpoint, self.line = checkpoint, line
         self.stage_config = stage or StageConfig(hop_timeout_s=5.0)
         self.names = [f"s{i}" for i in range(stages + spares)]
         self.nodes = {name: Identity.from_seed(1, name).public_key for name in self.names}
@@ -81,7 +79,7 @@ class SmallRing:
         return lambda kind, /, **fields: self.records.append((name, kind, fields))
 
     def start(self, name):
-        world = self.worlds[name] = self.fabric.node(name, self.line)
+        world = self.worlds[name] = self.fabric.node(name, self.line) if self.line else self.fabric.node(name)
         parts = torch_parts(self.checkpoint, dtype=self.config.dtype, device="cpu")
         identity = Identity.from_seed(1, name)
         self.stages[name] = Stage(world, self.stage_config, identity, parts, self.journal(name))

@@ -175,7 +175,7 @@ def against_bound(options: argparse.Namespace) -> list[dict]:
     for micro_batches in (1, 2, 4, 8, 16):
         tiny = argparse.Namespace(model=options.tiny)
         new, sequences = 40, 4 * micro_batches
-        shape = ["--dtype", "float32", "--stages", "4", "--latency-ms", "50", "--rows", "4"]
+        shape = ["--dtype", "float32", "--stages", "4", "--cuts", "2,3,4,5", "--latency-ms", "50", "--rows", "4"]
         result = process_run(
             tiny, *shape, "--micro-batches", str(micro_batches), threads=1, requests=sequences, new=new
         )

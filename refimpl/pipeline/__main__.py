@@ -39,6 +39,7 @@ def arguments_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m refimpl.pipeline", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="a checkpoint folder")
     parser.add_argument("--stages", type=int, default=2, help="processes on this machine")
+    parser.add_argument("--cuts", help="where the stages end, such as 3,5,9; without it the partition decides")
     parser.add_argument("--spares", type=int, default=0, help="more processes, for stages that are lost")
     parser.add_argument("--nodes", help="a node file, for several machines")
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
@@ -97,12 +98,18 @@ def prepared(
     config = ModelConfig.from_pretrained(plan.model)
     seated = [node for node in plan.nodes if not node.spare]
     sequences = options.micro_batches * options.rows
-    parts = cut(config, seated, sequences=sequences, capacity_tokens=options.capacity_tokens, dtype=plan.dtype)
-    used = [stage.device for stage in parts.stages]
+    if options.cuts:
+        cuts = [int(at) for at in options.cuts.split(",")]
+        if len(cuts) > len(seated):
+            raise ValueError(f"--cuts names {len(cuts)} stages, there are {len(seated)} nodes")
+        used = [node.name for node in seated[: len(cuts)]]
+    else:
+        parts = cut(config, seated, sequences=sequences, capacity_tokens=options.capacity_tokens, dtype=plan.dtype)
+        used, cuts = [stage.device for stage in parts.stages], [stage.end for stage in parts.stages]
     entries = [node for name in used for node in plan.nodes if node.name == name]
     entries += [node for node in plan.nodes if node.name not in used]
-    for stage in parts.stages:
-        print(f"{stage.device}: layers {stage.first}..{stage.end - 1}, {stage.needs_bytes / 1e6:.0f} MB with caches")
+    for name, first, end in zip(used, [0, *cuts], cuts, strict=False):
+        print(f"{name}: layers {first}..{end - 1}")
     common = {
         "model": plan.model,
         "dtype": plan.dtype,
@@ -114,7 +121,7 @@ def prepared(
             "layers": config.layers,
             "hidden": config.hidden,
             "dtype": plan.dtype,
-            "cuts": [stage.end for stage in parts.stages],
+            "cuts": cuts,
             "micro_batches": options.micro_batches,
             "rows": options.rows,
             "capacity_tokens": options.capacity_tokens,
