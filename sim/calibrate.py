@@ -54,7 +54,7 @@ class Plan:
     train_tokens: tuple[int, int, int]  # the middle one is held out
     proof_hidden: tuple[int, int, int]  # the middle one is held out
     proof_tokens: int = 2048
-    hash_bytes: int = 50_000_000
+    hash_bytes: int = 100_000_000  # more than a cache holds: what is hashed comes from memory
 
 
 FULL = Plan(
@@ -136,7 +136,8 @@ def fit_passes(device: Device, samples: Sequence[Sample], model: Callable[[int],
         return np.array(errors + (PRIOR_WEIGHT * (x - start)).tolist())
 
     low, high = ([value + log(bound) for value in start[:-1]] for bound in RATE_RANGE)
-    return at(least_squares(residuals, start, bounds=([*low, 0.0], [*high, 1.0])).x)
+    best = at(least_squares(residuals, start, bounds=([*low, 0.0], [*high, 1.0])).x)
+    return best.with_rates(overlap=round(best.rates.overlap, 4))
 
 
 def fit_training(device: Device, samples: Sequence[Sample], model: ModelSize) -> Device:
@@ -228,7 +229,7 @@ def plan_points(plan: Plan) -> tuple[list[Point], list[Point]]:
     fit += [Point(kind="train", tokens=tokens) for tokens in (few, many)]
     held_out.append(Point(kind="train", tokens=some))
     fit.append(Point(kind="hash", tokens=plan.hash_bytes))
-    held_out.append(Point(kind="hash", tokens=plan.hash_bytes // 4))
+    held_out.append(Point(kind="hash", tokens=plan.hash_bytes // 2))
     return fit, held_out
 
 

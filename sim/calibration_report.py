@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refimpl.measure import Machine, Point
-from refimpl.work import ModelSize
+from refimpl.work import Forward, ModelSize
 from sim.catalogue import DeviceEntry
 from sim.hardware import GB, Device
 from sim.profile import PassTable, hold_one_out
@@ -81,12 +81,13 @@ def report(calibration: Calibration, date: str) -> str:
         left_out = [abs(point.error) for point in hold_one_out(table)]
         figures = f"{max(left_out):.1%} | {np.mean(left_out):.1%}" if left_out else "– | –"
         lines.append(f"| {table.phase} | {len(left_out)} | {figures} |")
-    layer_s = calibration.device.rates.overhead_layer_s
-    lines += [
-        "",
-        f"A pass of this model costs {calibration.model.layers} × {layer_s * 1e3:.3f} ms of overhead here, beside its "
-        "arithmetic and its reading.",
-    ]
+    lines += ["", "## Where a pass goes, as fitted", ""]
+    lines += ["| work | products | attention | between the products | overhead |", "| --- | --- | --- | --- | --- |"]
+    for batch, new_tokens, past_tokens in ((1, 1, 256), (16, 1, 1024), (1, 128, 0), (8, 512, 0)):
+        work = Forward(model=calibration.model, batch=batch, new_tokens=new_tokens, past_tokens=past_tokens)
+        parts = calibration.device.parts_s(work)
+        shares = " | ".join(f"{seconds / sum(parts.values()):.0%}" for seconds in parts.values())
+        lines.append(f"| batch {batch}, {new_tokens} new, {past_tokens} cached | {shares} |")
     return "\n".join(lines) + "\n"
 
 

@@ -167,14 +167,18 @@ class Device:
 
     def roofline_s(self, work: Forward) -> float:
         """All steps, part by part."""
+        return sum(self.parts_s(work).values())
+
+    def parts_s(self, work: Forward) -> dict[str, float]:
+        """Where the time of all steps goes: products, attention, what lies between the products, overhead."""
         cost, rates = roofline.forward_cost(work), self.rates
-        step_s = (
-            self.products_s(cost.matmul_flop, cost.weight_bytes)
-            + cost.activation_bytes / (self.bandwidth_bytes_per_s * rates.activation)
-            + rates.overhead_step_s
-            + rates.overhead_layer_s * work.model.layers
-        )
-        return cost.steps * step_s + self.attention_s(cost)
+        between_s = cost.activation_bytes / (self.bandwidth_bytes_per_s * rates.activation)
+        return {
+            "products": cost.steps * self.products_s(cost.matmul_flop, cost.weight_bytes),
+            "attention": self.attention_s(cost),
+            "between": cost.steps * between_s,
+            "overhead": cost.steps * (rates.overhead_step_s + rates.overhead_layer_s * work.model.layers),
+        }
 
     def _price_backward(self, work: Backward) -> float:
         _require(work.tokens >= 1 and work.sequence_tokens >= 1, work, "tokens and sequence_tokens of at least 1")
