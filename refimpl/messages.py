@@ -355,6 +355,14 @@ def frame_length(prefix: bytes | bytearray | memoryview, *, bytes_max: int = FRA
     return total
 
 
+def name_of(frame: bytes | bytearray | memoryview) -> str:
+    """The name of the message type that a frame says it holds, without decoding it. Raises BadMessage."""
+    view = memoryview(frame).toreadonly()
+    frame_length(view[: PREFIX.size])
+    header_bytes = PREFIX.unpack(view[: PREFIX.size])[1]
+    return _read_str(_Reader(view[PREFIX.size : PREFIX.size + header_bytes], view[:0]), "message type")
+
+
 def decode(frame: bytes | bytearray | memoryview, *, bytes_max: int = FRAME_BYTES_MAX) -> Message:
     """The message in `frame`, whose tensors are read-only views of it. Raises BadMessage for anything else."""
     view = memoryview(frame).toreadonly()

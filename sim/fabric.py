@@ -29,8 +29,8 @@ def journal_for(world: SimWorld) -> Callable[..., None]:
     return journal
 
 
-def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Network]:
-    """The scenario's nodes on its network, none of them up yet."""
+def build_network(scenario: Scenario) -> Network:
+    """The scenario's places, lines and nodes, numbered in the file's order."""
     borders = any(fault.kind == "partition" for fault in scenario.faults)
     links = scenario.network
     network = Network(
@@ -46,15 +46,9 @@ def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Netw
         network.add_site(site.name, uplink_mbit_s=site.uplink_mbit_s, downlink_mbit_s=site.downlink_mbit_s)
     for trunk in links.trunks:
         network.add_trunk(trunk.region, out_mbit_s=trunk.out_mbit_s, in_mbit_s=trunk.in_mbit_s)
-    fabric = SimFabric(
-        run_seed=seed,
-        carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(seed, "network")),
-        recorder=log,
-    )
     place_of = {member.name: place for place, member in enumerate(scenario.members())}
     for member in scenario.members():
         group = member.group
-        fabric.node(member.name, find_device(group.device).price)
         network.add_node(
             name=member.name,
             region=group.region,
@@ -66,6 +60,19 @@ def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Netw
             relay=place_of[group.relay] if group.relay is not None else None,
             sites=group.sites,
         )
+    return network
+
+
+def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Network]:
+    """The scenario's nodes on its network, none of them up yet."""
+    network = build_network(scenario)
+    fabric = SimFabric(
+        run_seed=seed,
+        carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(seed, "network")),
+        recorder=log,
+    )
+    for member in scenario.members():
+        fabric.node(member.name, find_device(member.group.device).price)
     return fabric, network
 
 

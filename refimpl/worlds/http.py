@@ -1,7 +1,8 @@
 """The real world: every node its own HTTP server, messages over real sockets, wall-clock time.
 
-A call is `POST /call` with the frame as the body and the caller's name in a header. 200 brings the reply's frame; any
-other status is a refusal whose text says why. Lines can be shaped: a body then leaves in paced pieces and is read in
+A call is `POST /call` with the frame as the body and the caller's name in a header. 200 brings the reply's frame; 502
+comes from something on the way (`wire.py`, any proxy) that could not reach the target; any other status is a refusal.
+The text says why. Lines can be shaped: a body then leaves in paced pieces and is read in
 paced pieces, after the line's latency.
 """
 
@@ -24,6 +25,7 @@ T = TypeVar("T")
 SOURCE_HEADER = "X-Armillary-Source"
 REASON_BYTES_MAX = 2000
 NAME_LENGTH_MAX = 200
+UNREACHABLE_STATUS = 502
 READ_IDLE_S = 60.0
 """A peer that has begun a frame and sends nothing for so long is given up."""
 
@@ -106,6 +108,8 @@ class HttpWorld(AsyncioNode):
             async with self._session.post(f"{self.book[target]}/call", data=body, headers=headers) as response:
                 if response.status != 200:
                     reason = (await response.content.read(REASON_BYTES_MAX)).decode("utf-8", "replace")
+                    if response.status == UNREACHABLE_STATUS:
+                        raise Unreachable(reason or f"{target!r} could not be reached")
                     raise Refused(reason or f"{target!r} answered with status {response.status}")
                 frame = await self._read_frame(response.content)
             return decode(frame, bytes_max=self._frame_bytes_max)
