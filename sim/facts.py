@@ -97,7 +97,8 @@ class Facts:
         self.forfeited[event["public_key"]] = event["forfeited"]
 
     def _fault(self, event: Mapping[str, Any]) -> None:
-        everybody = event["fault"] == "partition" or any(name in self.services for name in event["on"])
+        shared = event["fault"] == "partition" or event.get("of", "nodes") != "nodes"  # not on single nodes
+        everybody = shared or any(name in self.services for name in event["on"])
         for name in [""] if everybody else event["on"]:
             self.struck[name] += 1 if event["begins"] else -1
         self.calm_ns = event["t_ns"]

@@ -6,6 +6,7 @@ the fault ends the node is what its random life says it should be by then.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -19,12 +20,20 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "crash": ("nodes",),
     "hang": ("nodes",),
     "slow": ("nodes", "slowness"),
-    "link": ("nodes",),
+    "link": (),
     "partition": ("regions",),
     "clock_skew": ("nodes", "skew_s"),
     "disk_full": ("nodes",),
 }
 """Fields that each kind must have."""
+
+Target = Literal["nodes", "sites", "regions"]
+TARGETS: tuple[Target, ...] = ("nodes", "sites", "regions")
+
+
+def targets_of(kind: FaultKind) -> tuple[Target, ...]:
+    """What a fault of this kind can be on."""
+    return TARGETS if kind == "link" else ("regions",) if kind == "partition" else ("nodes",)
 
 
 class FaultPart(Strict):
@@ -32,13 +41,15 @@ class FaultPart(Strict):
 
     crash: the process dies, and is started again at `end_s` (an outage of a service is a crash with an end). hang:
     alive, connections open, and nothing is answered. slow: the device takes `slowness` times as long. link: the access
-    line loses what the fields say. partition: `regions` are cut off. clock_skew: the node's clock is `skew_s` ahead.
-    disk_full: nothing more can be written.
+    lines of `nodes`, the lines of `sites` or the trunks of `regions` lose what the fields say; 'up' is the way out.
+    partition: `regions` are cut off. clock_skew: the node's clock is `skew_s` ahead. disk_full: nothing more can be
+    written.
     """
 
     kind: FaultKind
     nodes: tuple[str, ...] = Field((), description="names of nodes, or of groups")
-    regions: tuple[str, ...] = ()
+    sites: tuple[str, ...] = Field((), description="link: names in network.sites")
+    regions: tuple[str, ...] = Field((), description="partition: regions; link: regions with a trunk")
     start_s: float = Field(ge=0)
     end_s: float | None = None
     disk_kept: bool = Field(True, description="crash: what it had on disk is there when it returns")
@@ -59,18 +70,39 @@ class FaultPart(Strict):
         for field in NEEDS[self.kind]:
             if not getattr(self, field):
                 raise ValueError(f"a fault of kind {self.kind!r} needs {field}")
+        known, named = targets_of(self.kind), [target for target in TARGETS if getattr(self, target)]
+        if len(named) != 1 or named[0] not in known:
+            raise ValueError(
+                f"a fault of kind {self.kind!r} is on {' and '.join(named) or 'nothing'}; "
+                f"expected {'exactly one of ' if len(known) > 1 else ''}{', '.join(known)}"
+            )
         harmless = self.working and self.bandwidth_factor == 1.0
         harmless = harmless and not (self.packet_loss or self.message_loss)
         if self.kind == "link" and harmless and not (self.message_duplicate or self.message_reorder):
             raise ValueError("a fault of kind 'link' changes nothing: working, bandwidth_factor or a loss was expected")
         return self
 
-    def on_network(self, node: int | None) -> Fault:
-        """The fault as the network knows it (kinds link and partition)."""
+    @property
+    def target(self) -> Target:
+        """What it is on."""
+        return next(target for target in TARGETS if getattr(self, target))
+
+    def on_network(self, nodes: Mapping[str, int]) -> list[tuple[str, Fault]]:
+        """The fault as the network knows it (kinds link and partition), with a name for each part of it. `nodes`:
+        those that it is on, by name, with their numbers in the network."""
         if self.kind == "partition":
-            return Partition(regions=frozenset(self.regions), direction=self.direction)
+            return [("regions", Partition(regions=frozenset(self.regions), direction=self.direction))]
+        if self.sites:
+            return [(f"site {site}", self._on_link(site=site)) for site in dict.fromkeys(self.sites)]
+        if self.regions:
+            return [(f"trunk of {region}", self._on_link(region=region)) for region in dict.fromkeys(self.regions)]
+        return [(name, self._on_link(node=node)) for name, node in nodes.items()]
+
+    def _on_link(self, *, node: int | None = None, site: str | None = None, region: str | None = None) -> LinkFault:
         return LinkFault(
             node=node,
+            site=site,
+            region=region,
             direction=self.direction,
             working=self.working,
             bandwidth_factor=self.bandwidth_factor,

@@ -14,6 +14,7 @@ from sim.carrier import FlowCarrier
 from sim.churn import ChurnEvent
 from sim.faults import FaultPart
 from sim.kernel import to_ns
+from sim.link_faults import Fault
 from sim.network import Network
 from sim.world import Pricer, SimFabric, SimWorld
 
@@ -59,7 +60,8 @@ class Life:
         for name in names:
             self.standing[name] = _Standing(wanted=name not in random)
             self.fabric.nodes[name].alive = False
-        for place, (fault, struck) in enumerate(faults):
+        for place, (fault, named) in enumerate(faults):
+            struck = list(dict.fromkeys(named))  # a node may be named by itself and by its group
             self._schedule(fault.start_s, partial(self._lay_on, fault, struck, place))
             if fault.end_s is not None:
                 self._schedule(fault.end_s, partial(self._lift, fault, struck, place))
@@ -81,11 +83,10 @@ class Life:
 
     # ----------------------------------------------------------------------------------------------- stated faults
     def _lay_on(self, fault: FaultPart, struck: Sequence[str], place: int) -> None:
-        self.fabric.record("fault", "", fault=fault.kind, on=list(struck) or list(fault.regions), begins=True)
-        if fault.kind in ("link", "partition"):
-            for name, node in self._targets(struck):
-                self.network.apply(self.fabric.now_s(), f"fault {place} {name}", fault.on_network(node))
-            self._links_changed()
+        self._tell(fault, struck, begins=True)
+        for name, on in self._on_network(fault, struck):
+            self.network.apply(self.fabric.now_s(), f"fault {place} {name}", on)
+        self._links_changed()
         for name in struck:
             standing = self.standing[name]
             standing.faults[place] = fault
@@ -94,17 +95,22 @@ class Life:
             self._settle(name)
 
     def _lift(self, fault: FaultPart, struck: Sequence[str], place: int) -> None:
-        self.fabric.record("fault", "", fault=fault.kind, on=list(struck) or list(fault.regions), begins=False)
-        if fault.kind in ("link", "partition"):
-            for name, _ in self._targets(struck):
-                self.network.lift(self.fabric.now_s(), f"fault {place} {name}")
-            self._links_changed()
+        self._tell(fault, struck, begins=False)
+        for name, _ in self._on_network(fault, struck):
+            self.network.lift(self.fabric.now_s(), f"fault {place} {name}")
+        self._links_changed()
         for name in struck:
             del self.standing[name].faults[place]
             self._settle(name)
 
-    def _targets(self, struck: Sequence[str]) -> list[tuple[str, int | None]]:
-        return [(name, self._index(name)) for name in struck] or [("regions", None)]
+    def _tell(self, fault: FaultPart, struck: Sequence[str], *, begins: bool) -> None:
+        on = list(struck) or list(fault.sites) or list(fault.regions)
+        self.fabric.record("fault", "", fault=fault.kind, on=on, of=fault.target, begins=begins)
+
+    def _on_network(self, fault: FaultPart, struck: Sequence[str]) -> list[tuple[str, Fault]]:
+        if fault.kind not in ("link", "partition"):
+            return []
+        return fault.on_network({name: self._index(name) for name in struck})
 
     # -------------------------------------------------------------------------------------------------- up and down
     def _settle(self, name: str) -> None:

@@ -269,8 +269,16 @@ class Scenario(Strict):
         for name in fault.nodes:
             if not self.struck_by(name):
                 raise ValueError(f"fault {place} strikes {name!r}; no node or group is called so")
+        sites = [site.name for site in self.network.sites]
+        for site in fault.sites:
+            if site not in sites:
+                raise ValueError(f"fault {place} is on site {site!r}; network.sites has {', '.join(sites) or 'none'}")
+        trunks = [trunk.region for trunk in self.network.trunks]
         here = {group.region for group in self.nodes}
         for region in fault.regions:
+            if fault.kind == "link" and region not in trunks:
+                known = ", ".join(trunks) or "none"
+                raise ValueError(f"fault {place} is on the trunk of region {region!r}; network.trunks has {known}")
             if region not in here:
                 raise ValueError(f"fault {place} cuts off region {region!r}; no node is there")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,12 @@ from refimpl.work import Seconds
 from refimpl.world import CallError, Timeout, Unreachable, derive_rng
 from sim.carrier import FlowCarrier
 from sim.churn import ChurnEvent
+from sim.fabric import build
 from sim.faults import FaultPart
 from sim.life import Life
 from sim.network import Network
+from sim.record import EventLog
+from sim.scenario import Scenario
 from sim.transport import LV08
 from sim.world import SimFabric, SimWorld
 
@@ -276,3 +280,77 @@ def test_with_simgrids_tcp_model_the_links_are_taken_after_the_latency() -> None
 
     fabric.run(main())
     assert came == [pytest.approx(0.002 * 13.01 + 1 / 0.97, rel=1e-6)]
+
+
+SHARED_LINES = """
+title = "Two campuses"
+shows = "What a broken line between them does to a transfer."
+duration_s = 100.0
+[broadcast]
+size_gb = 1.0
+[network]
+regions = "p2p"
+sites = [{ name = "campus", uplink_mbit_s = 8.0, downlink_mbit_s = 8.0 }]
+trunks = [{ region = "japan", out_mbit_s = 8.0, in_mbit_s = 8.0 }]
+[[nodes]]
+name = "origin"
+role = "origin"
+device = "L4"
+region = "europe"
+sites = ["campus"]
+uplink_mbit_s = 800.0
+downlink_mbit_s = 800.0
+[[nodes]]
+name = "client"
+count = 2
+role = "client"
+device = "L4"
+region = "japan"
+uplink_mbit_s = 800.0
+downlink_mbit_s = 800.0
+[[faults]]
+kind = "link"
+start_s = 4.0
+end_s = 9.0
+"""
+
+
+def arrival_s(fault: str, source: str, target: str) -> float:
+    """When 10 MB that left at 0 s have come (10 s over lines that are whole), less the path's latency."""
+    scenario = Scenario.model_validate(tomllib.loads(SHARED_LINES + fault))
+    fabric, network = build(scenario, 1, EventLog())
+    names = [member.name for member in scenario.members()]
+    life = Life(fabric, network, prices=dict.fromkeys(names, pricer), start=lambda world, kept: None)
+    came: list[float] = []
+    desk = fabric.node("(desk)")
+    a, b = fabric.nodes[source].index, fabric.nodes[target].index
+
+    async def main() -> None:
+        life.begin(names, (), [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults])
+        fabric.carrier.send(a, b, 10_000_000, lambda: came.append(fabric.now_s()), None)
+        await desk.sleep(90)
+
+    fabric.run(main(), node=desk.name)
+    return came[0] - network.path(a, b).one_way_latency_s
+
+
+@pytest.mark.parametrize(
+    ("fault", "source", "target", "expected_s"),
+    [
+        # down from 4 to 9: 4 MB before, 6 MB after
+        ('sites = ["campus"]\nworking = false', "origin", "client-0", 15.0),
+        ('sites = ["campus"]\nworking = false\ndirection = "up"', "origin", "client-0", 15.0),
+        ('sites = ["campus"]\nworking = false\ndirection = "down"', "origin", "client-0", 10.0),
+        ('regions = ["japan"]\nworking = false\ndirection = "down"', "origin", "client-0", 15.0),
+        ('regions = ["japan"]\nworking = false\ndirection = "up"', "origin", "client-0", 10.0),
+        ('regions = ["japan"]\nworking = false\ndirection = "up"', "client-0", "origin", 15.0),
+        # at 2 Mbit/s from 4 to 9: 4 MB + 1.25 MB, then 4.75 MB
+        ('regions = ["japan"]\nbandwidth_factor = 0.25', "origin", "client-0", 13.75),
+        # within the region, nothing of it is on the trunk: 10 MB at 800 Mbit/s
+        ('regions = ["japan"]\nworking = false', "client-0", "client-1", 0.1),
+        # named by itself and by its group: one fault on the line, not two (800 · 0.005 = 4 Mbit/s)
+        ('nodes = ["client-0", "client"]\nbandwidth_factor = 0.005', "origin", "client-0", 12.5),
+    ],
+)
+def test_a_link_fault_is_on_nodes_a_site_or_a_trunk(fault: str, source: str, target: str, expected_s: float) -> None:
+    assert arrival_s(fault, source, target) == pytest.approx(expected_s, abs=1e-6)

@@ -56,6 +56,16 @@ start_s = {}
 end_s = {}
 nodes = ["{}"]
 [model]"""
+CUT = """[[network.sites]]
+name = "lab"
+uplink_mbit_s = 10.0
+downlink_mbit_s = 10.0
+[[faults]]
+kind = "link"
+start_s = 5.0
+working = false
+{}
+[model]"""
 LIFE_OF_NOBODY = """[[nodes]]
 name = "ghost"
 role = "worker"
@@ -124,6 +134,11 @@ def test_the_good_one_is_read_and_its_members_have_names_of_one_width(tmp_path: 
         ("[model]", FAULT.format("melt", 5.0, 6.0, "worker"), ["kind", "'melt'"]),
         ("[model]", FAULT.format("slow", 5.0, 6.0, "worker"), ["needs slowness"]),
         ("[model]", FAULT.format("link", 5.0, 6.0, "worker"), ["changes nothing"]),
+        ("[model]", CUT.format('sites = ["campus"]'), ["fault 0 is on site 'campus'; network.sites has lab"]),
+        ("[model]", CUT.format('regions = ["japan"]'), ["the trunk of region 'japan'; network.trunks has none"]),
+        ("[model]", CUT.format(""), ["kind 'link' is on nothing; expected exactly one of nodes, sites, regions"]),
+        ("[model]", CUT.format('nodes = ["worker"]\nsites = ["lab"]'), ["kind 'link' is on nodes and sites; expected"]),
+        ("[model]", CUT.replace("link", "hang").format('sites = ["lab"]\nnodes = ["worker"]'), ["expected nodes"]),
         ("[model]", LIFE_OF_NOBODY, ["exponential", "mean_s"]),
         (
             "[model]",
