@@ -27,6 +27,7 @@ from refimpl.shardcast.origin import Origin, virtual_shards
 from refimpl.shardcast.puller import PullerConfig
 from refimpl.shardcast.relay import Relay
 from refimpl.shardcast.serving import ServingConfig
+from refimpl.shardcast.shelf import MemoryStore
 from sim.carrier import FlowCarrier
 from sim.fabric import build, journal_for, random_lives
 from sim.hardware import find_device
@@ -145,12 +146,12 @@ def _seat(
     )
     serving = ServingConfig(below=tree.below[member.name], limits=UNLIMITED, virtual=True)
     if member.group.role == "origin":
-        return _publish(Origin(world, RUN_ID, identity, verify, serving, journal), world, part)
+        return _publish(Origin(world, RUN_ID, identity, verify, serving, MemoryStore(), journal), world, part)
     if member.group.role == "relay":
-        relay = Relay(world, pulling, serving, verify, journal)
+        relay = Relay(world, pulling, serving, MemoryStore(), verify, journal)
         relay.serve()
         return relay.run()
-    client = Client(world, pulling, verify, last_version=part.versions - 1, journal=journal)
+    client = Client(world, pulling, MemoryStore(), verify, last_version=part.versions - 1, journal=journal)
     client.serve()
     return client.run()
 

@@ -17,6 +17,7 @@ from refimpl.shardcast.origin import Origin, virtual_shards
 from refimpl.shardcast.puller import POLICIES, PullerConfig
 from refimpl.shardcast.relay import Relay
 from refimpl.shardcast.serving import ServingConfig
+from refimpl.shardcast.shelf import MemoryStore
 from refimpl.worlds.http import HttpFabric
 from tests.worlds import sim_fabric
 
@@ -36,7 +37,7 @@ class Tree:
         names = [f"relay{i}" for i in range(relays)]
         self.worlds = {name: fabric.node(name) for name in ["origin", *names, *(f"client{i}" for i in range(clients))]}
         served = ServingConfig(below=tuple(names), virtual=virtual)
-        self.origin = Origin(self.worlds["origin"], "run", KEY, verify, served, self._journal("origin"))
+        self.origin = Origin(self.worlds["origin"], "run", KEY, verify, served, MemoryStore(), self._journal("origin"))
         self.origin.serve()
         below = tuple(f"client{i}" for i in range(clients))
 
@@ -50,15 +51,20 @@ class Tree:
         for i, name in enumerate(names):
             chosen = SPOILS[spoil[i]] if spoil and i in spoil else None
             relay = Relay(
-                self.worlds[name], pulling(("origin",)), ServingConfig(below=below, virtual=virtual), verify,
-                self._journal(name), chosen,
+                self.worlds[name], pulling(("origin",)), ServingConfig(below=below, virtual=virtual), MemoryStore(),
+                verify, self._journal(name), chosen,
             )  # fmt: skip
             relay.serve()
             self.relays.append(relay)
         self.clients = []
         for name in below:
             client = Client(
-                self.worlds[name], pulling(tuple(names)), verify, last_version=99, journal=self._journal(name)
+                self.worlds[name],
+                pulling(tuple(names)),
+                MemoryStore(),
+                verify,
+                last_version=99,
+                journal=self._journal(name),
             )
             client.serve()
             self.clients.append(client)
@@ -97,7 +103,7 @@ def test_every_client_gets_every_version_whole(policy: str) -> None:
     for client in tree.clients:
         hoard = client.puller.hoard
         assert hoard is not None and hoard.complete and hoard.header.version == 2
-        assert hoard.shards[7].content_id == virtual_shards("content 2", LAYOUT)(7).content_id
+        assert hoard.shelf.read(7, 0, 1 << 30).content_id == virtual_shards("content 2", LAYOUT)(7).content_id
     assert not tree.of("wrong_shard")
 
 
@@ -108,7 +114,7 @@ def test_shards_travel_while_later_ones_are_still_being_cut() -> None:
     plain = virtual_shards("content", LAYOUT)
 
     def watched(index: int) -> Blob:
-        seen.append(len(tree.clients[0].puller.hoard.shards) if tree.clients[0].puller.hoard else 0)
+        seen.append(len(tree.clients[0].puller.hoard.here) if tree.clients[0].puller.hoard else 0)
         return plain(index)
 
     async def main() -> None:
@@ -205,6 +211,6 @@ def test_real_bytes_over_real_sockets_arrive_as_they_were() -> None:
     for client in tree.clients:
         hoard = client.puller.hoard
         assert hoard is not None
-        whole = b"".join(bytes(hoard.shards[i].data or b"") for i in range(LAYOUT.shard_count))
+        whole = b"".join(bytes(hoard.shelf.read(i, 0, 1 << 30).data or b"") for i in range(LAYOUT.shard_count))
         assert hashlib.sha256(whole).digest() == hashlib.sha256(content).digest()
     assert {note["relay"] for note in tree.of("wrong_shard")} <= {"relay1"}

@@ -62,10 +62,11 @@ class Assembly:
     ) -> None:
         self.root, self.header, self.layout = root, header, header.layout
         self.folder = root / f"{PARTIAL}{header.id[:32]}"
-        self._payload = self.folder / "payload"
-        self._payload.mkdir(parents=True, exist_ok=True)
+        self.payload = self.folder / "payload"
+        self.payload.mkdir(parents=True, exist_ok=True)
         self._progress = os.open(self.folder / "progress", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._files: list[int] = []
+        self.adopted = sources is not None
         self._writers: dict[int, ShardWriter] = {}
         ours = False
         try:
@@ -97,6 +98,10 @@ class Assembly:
         """Bytes of the shard that are on disk, counted from its start, verified or not."""
         return self._received[index]
 
+    def sha256(self, index: int) -> bytes:
+        """Of a verified shard; zeros for any other."""
+        return self._sha256[index]
+
     def received_bytes(self) -> int:
         return sum(self._received)
 
@@ -115,6 +120,10 @@ class Assembly:
         if index not in self._writers:
             self._writers[index] = ShardWriter(self, index)
         return self._writers[index]
+
+    def cutter(self, index: int) -> ShardCutter:
+        """To hash shard `index` from our own content, and to copy it where it is not linked."""
+        return ShardCutter(self, index)
 
     def cut(self) -> Iterator[tuple[int, bytes]]:
         """Read the payload once, front to back; yield (index, SHA-256) as each shard has been hashed. `files_sha256`
@@ -137,7 +146,7 @@ class Assembly:
         return self._files_sha256
 
     # -------------------------------------------------------------------------------------------------- the end
-    def finish(self, manifest: Manifest, *, durable: bool = True) -> Path:
+    def publish(self, manifest: Manifest, *, durable: bool = True) -> Path:
         """Everything is there and agrees with the manifest: put it at its final path, files and manifest at once.
 
         `durable`: on disk before it is visible, so that not even a power cut leaves a half. Raises StoreError."""
@@ -150,26 +159,40 @@ class Assembly:
                 self.reset(index)
                 raise ShardMismatch(index, expected, found, None)
         with full_disk_named(self.root):
-            with open(self._payload / MANIFEST_NAME, "wb") as file:
+            with open(self.payload / MANIFEST_NAME, "wb") as file:
                 file.write(manifest.encode())
                 file.flush()
                 os.fsync(file.fileno())
             if durable:
                 for descriptor in self._files:
                     os.fsync(descriptor)
-                sync_folder(self._payload)
+                sync_folder(self.payload)
         target = self.root / manifest.label
         try:
-            os.rename(self._payload, target)
+            os.rename(self.payload, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             # the same content is there already (its name is its hash); this copy is not needed
         if durable:
             sync_folder(self.root)
+        return target
+
+    def end(self) -> None:
+        """It is published: close the files and remove what is left of the work. Never raises."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def finish(self, manifest: Manifest, *, durable: bool = True) -> Path:
+        """`publish`, then `end`."""
+        target = self.publish(manifest, durable=durable)
+        self.end()
         return target
+
+    def mark(self, name: str, content: bytes) -> None:
+        """Put a small file of the store's own beside the payload (its name begins with a dot)."""
+        with full_disk_named(self.root):
+            (self.payload / name).write_bytes(content)
 
     def reset(self, index: int) -> None:
         """Forget what was received of a shard."""
@@ -178,8 +201,7 @@ class Assembly:
 
     def abandon(self) -> None:
         """Give the version up and free its space. Never raises."""
-        self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.end()
 
     def close(self) -> None:
         """Let go of it for now; a later `Assembly` of the same header goes on from here."""
@@ -196,7 +218,7 @@ class Assembly:
             raise StoreError(f"version {self.header.version} is being assembled in {self.root} already") from None
 
     def _reserve_files(self, reserve_bytes: int) -> None:
-        paths = [self._payload / name for name in self.layout.names]
+        paths = [self.payload / name for name in self.layout.names]
         have = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
         check_space(self.root, max(0, self.layout.size_bytes - have), reserve_bytes)
         for path, size in zip(paths, self.layout.sizes_bytes, strict=True):
@@ -210,8 +232,8 @@ class Assembly:
         for name, size, source in zip(self.layout.names, self.layout.sizes_bytes, sources, strict=True):
             if source.stat().st_size != size:
                 raise StoreError(f"{source} has {source.stat().st_size} bytes, {size} were announced")
-            place(source, self._payload / name, copy=copy)
-            self._files.append(os.open(self._payload / name, os.O_RDONLY | os.O_CLOEXEC))
+            place(source, self.payload / name, copy=copy)
+            self._files.append(os.open(self.payload / name, os.O_RDONLY | os.O_CLOEXEC))
 
     def _read_progress(self) -> tuple[list[int], list[bytes]]:
         count = self.layout.shard_count
@@ -320,3 +342,23 @@ class ShardWriter:
     def _check_open(self) -> None:
         if self._assembly._writers.get(self.index) is not self:
             raise StoreError(f"what was received of shard {self.index} was dropped meanwhile")
+
+
+class ShardCutter:
+    """Takes one shard's bytes from our own content: hashes them, and writes them where they are not linked already."""
+
+    def __init__(self, assembly: Assembly, index: int) -> None:
+        self._assembly, self._index = assembly, index
+        self._at = assembly.layout.shard_offset(index)
+        self._hash = hashlib.sha256()
+
+    def take(self, block: bytes) -> None:
+        self._hash.update(block)
+        if not self._assembly.adopted:
+            self._assembly._write_stream(self._at, memoryview(block))
+        self._at += len(block)
+
+    def close(self) -> bytes:
+        """The shard is complete: it is ours, hence verified. Returns its SHA-256."""
+        self._assembly._record(self._index, self._assembly.layout.shard_size(self._index), self._hash.digest())
+        return self._hash.digest()

@@ -108,6 +108,10 @@ class FetchPlan:
             self._shards[index] = _Shard(size_bytes, offset)
             self._ready.append(index)
 
+    def knows(self, ticket: int) -> bool:
+        """The transfer has begun and not ended."""
+        return ticket in self._transfers
+
     def progress(self, ticket: int, received_bytes: int, now_s: float) -> None:
         """So much has arrived on this transfer so far."""
         transfer = self._transfers[ticket]

@@ -1,73 +1,92 @@
 """What one node holds of one version: the origin's documents, and shards that were checked against them.
 
-A shard's bytes are real, or in the simulator only a size and a content id; `digest` hides which. Nothing is in here
-that was not checked: an entry by its signature, a shard by its entry, the whole by the manifest.
+Nothing counts as here that was not checked: an entry by its signature, a shard by its entry, the whole by the manifest.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
-from refimpl.messages import Blob
 from refimpl.shardcast.manifest import Expected, Header, Manifest, Opening, ShardEntry, Verify
+from refimpl.shardcast.shelf import Shelf, Store
 
-
-def digest(blob: Blob) -> bytes:
-    """SHA-256 of the bytes; of a virtual blob, the one that its content id stands for (changed bytes, changed id)."""
-    if blob.data is not None:
-        return hashlib.sha256(blob.data).digest()
-    return (
-        bytes.fromhex(blob.content_id)
-        if len(blob.content_id) == 64
-        else hashlib.sha256(blob.content_id.encode()).digest()
-    )
+Wanted = tuple[int, int, int]
+"""A shard that may be fetched: (index, size, bytes that are here already)."""
 
 
 @dataclass
 class Hoard:
     """One version at one node, growing."""
 
-    opening: bytes
     header: Header
     expected: Expected
+    shelf: Shelf
+    opening: bytes = b""  # empty when the version was here before this process
     entries: list[bytes] = field(default_factory=list)  # in the order in which they came
     manifest: bytes = b""
-    shards: dict[int, Blob] = field(default_factory=dict)
+    here: set[int] = field(default_factory=set)  # shards that are verified
+    published: bool = False
 
     @classmethod
-    def opened(cls, raw: bytes, verify: Verify, origin: str) -> Hoard:
-        """Begin a version. Raises ManifestError unless `origin` signed its opening."""
+    def opened(cls, raw: bytes, store: Store, verify: Verify, origin: str) -> Hoard:
+        """Begin or resume a version. Raises ManifestError unless `origin` signed its opening, StoreError."""
         header = Opening.decode(raw, verify, origin).header
-        return cls(raw, header, Expected(header))
+        return cls(header, Expected(header), store.begin(header), raw)
 
-    def add_entries(self, raws: tuple[bytes, ...], verify: Verify) -> list[tuple[int, int]]:
-        """Take entries; returns (index, size) of the shards that may be fetched from now on. Raises ManifestError."""
+    @classmethod
+    def from_manifest(cls, manifest: Manifest, shelf: Shelf, *, published: bool = False) -> Hoard:
+        """A version whose final word is known from the start."""
+        hoard = cls(manifest.header, Expected(manifest.header), shelf, manifest=manifest.encode(), published=published)
+        hoard.expected.finish(manifest)
+        if published:
+            hoard.here = set(range(manifest.layout.shard_count))
+        return hoard
+
+    def add_entries(self, raws: tuple[bytes, ...], verify: Verify) -> list[Wanted]:
+        """Take entries; returns the shards that may be fetched from now on. Raises ManifestError."""
         fresh = []
         for raw in raws:
             entry = ShardEntry.decode(raw, self.header, verify)
             if self.expected.sha256(entry.index) is None:
-                fresh.append((entry.index, self.header.layout.shard_size(entry.index)))
+                fresh.append(entry.index)
             self.expected.add(entry)
             self.entries.append(raw)
-        return fresh
+        return self._wanted(fresh)
 
-    def finish(self, raw: bytes, verify: Verify, origin: str) -> list[tuple[int, int]]:
+    def finish(self, raw: bytes, verify: Verify, origin: str) -> list[Wanted]:
         """Take the final manifest; returns what may be fetched now and could not before. Raises ManifestError."""
         known = set(self.expected.known())
         self.expected.finish(Manifest.decode(raw, verify, origin))
         self.manifest = raw
-        layout = self.header.layout
-        return [(index, layout.shard_size(index)) for index in range(layout.shard_count) if index not in known]
+        return self._wanted([index for index in range(self.header.layout.shard_count) if index not in known])
 
-    def take(self, index: int, blob: Blob) -> bool:
-        """Keep a shard if it is what the origin signed. False: it is not."""
-        if blob.size_bytes != self.header.layout.shard_size(index) or digest(blob) != self.expected.sha256(index):
-            return False
-        self.shards[index] = blob
-        return True
+    def missing(self) -> list[Wanted]:
+        """All shards that may be fetched and are not here."""
+        return self._wanted([index for index in self.expected.known() if index not in self.here])
+
+    def check(self, index: int) -> None:
+        """All bytes of a shard came. Raises ShardMismatch when they are not what the origin signed."""
+        sha256 = self.expected.sha256(index)
+        assert sha256 is not None, f"shard {index} was fetched before its hash was known"
+        self.shelf.check(index, sha256)
+        self.here.add(index)
 
     @property
     def complete(self) -> bool:
         """All shards are here and the final manifest agrees with them."""
-        return bool(self.manifest) and len(self.shards) == self.header.layout.shard_count
+        return bool(self.manifest) and len(self.here) == self.header.layout.shard_count
+
+    @property
+    def final(self) -> Manifest:
+        assert self.expected.manifest is not None, "the final manifest is not here yet"
+        return self.expected.manifest
+
+    def _wanted(self, indices: list[int]) -> list[Wanted]:
+        wanted = []
+        for index in indices:
+            sha256 = self.expected.sha256(index)
+            if sha256 is not None and self.shelf.has(index) and self.shelf.agrees(index, sha256):
+                self.here.add(index)  # from before a restart
+            else:
+                wanted.append((index, self.header.layout.shard_size(index), self.shelf.received(index)))
+        return wanted

@@ -17,10 +17,9 @@ from refimpl.shardcast.delta import CHUNK_BYTES, IncrementDecoder, encode_increm
 from refimpl.shardcast.disk import ShardMismatch, full_disk_named
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import Header, Manifest
+from refimpl.shardcast.shelf import INCREMENT_NAME
 from refimpl.shardcast.store import VersionStore
 from refimpl.shardcast.tensors import spans
-
-INCREMENT_NAME = "increment"
 
 
 def increment_pieces(

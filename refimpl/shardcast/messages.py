@@ -13,11 +13,14 @@ class AskNews(Message):
     """Anybody -> origin or relay: what is the newest version, and which of its shards may be fetched by now?
 
     A client that knows `entries` shards of version `version` is answered once there is more, or after `patience_s`.
+    `have` is what it holds complete: so a relay knows who lags, and which increments are of use.
     """
 
     version: int  # the newest that the asker knows; -1: none
     entries: int  # provisional entries of it that it has
     final: bool  # it has the final manifest of it
+    have: int  # the version that it holds complete; -1: none
+    increments: int  # offers from there to the newest that it knows
     patience_s: float
 
 
@@ -30,12 +33,14 @@ class News(Message):
     opening: bytes
     entries: tuple[bytes, ...]
     manifest: bytes
+    increments: tuple[bytes, ...] = ()  # manifests of increments on the way from `have` to `version`
+    between: tuple[bytes, ...] = ()  # manifests of the versions that they lead through
 
 
 @wire
 @dataclass(frozen=True)
 class Announced(Message):
-    """Origin or relay -> those below: there is something new, come and get it."""
+    """Origin or relay -> those below that lag: there is something new, come and get it."""
 
     version: int
 
@@ -43,16 +48,18 @@ class Announced(Message):
 @wire
 @dataclass(frozen=True)
 class AskShard(Message):
-    """Client or relay -> relay or origin: give me this shard of this version."""
+    """Client or relay -> relay or origin: give me bytes [offset, offset + size) of this shard of this version."""
 
     header_id: str
     index: int
+    offset: int
+    size: int
 
 
 @wire
 @dataclass(frozen=True)
-class Shard(Message):
-    """The shard; `here` is false when this node does not have it so far."""
+class Piece(Message):
+    """The bytes, all of them; `here` is false when this node does not have the shard so far."""
 
     here: bool
     blob: Blob
@@ -60,10 +67,44 @@ class Shard(Message):
 
 @wire
 @dataclass(frozen=True)
+class PublishOrder(Message):
+    """Whoever has the origin's key -> origin: broadcast this file or folder, which both of us see on disk."""
+
+    path: str
+    number: int  # rises with each order, so that none can be sent twice
+    signature: bytes = b""  # by the origin's own key, over `order_bytes`
+
+
+@wire
+@dataclass(frozen=True)
+class Published(Message):
+    """The order is carried out: the version is out."""
+
+    version: int
+    content_id: str
+    size_bytes: int
+
+
+def order_bytes(order: PublishOrder) -> bytes:
+    """What the signature of an order covers."""
+    return f"publish|{order.number}|".encode() + order.path.encode()
+
+
+@wire
+@dataclass(frozen=True)
 class Complaint(Message):
-    """Client -> origin: this relay gave me a shard that is not what you signed."""
+    """Client -> origin (through relays): this relay gave me a shard that is not what you signed."""
 
     relay: str
     header_id: str
     index: int
     received_sha256: bytes
+    by: str  # public key of who complains
+    signature: bytes = b""  # over `complaint_bytes`
+
+
+def complaint_bytes(complaint: Complaint) -> bytes:
+    """What the signature covers. Lengths are part of it, so that no two complaints share it."""
+    relay = complaint.relay.encode()
+    words = f"{len(relay)}|{complaint.header_id}|{complaint.index}|{complaint.received_sha256.hex()}|{complaint.by}|"
+    return words.encode() + relay

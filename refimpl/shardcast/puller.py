@@ -1,30 +1,44 @@
 """The fetching half of relays and clients: follows the newest version, shard by shard, from whoever gives it soonest.
 
-All decisions are the plan's (`fetch.py`) and the policy's (`choice.py`): which shard next, from whom, when again, when
-to ask a second relay. This role carries them out, checks each shard against what the origin signed, and names the relay
-of one that is wrong. A version that is overtaken by a newer one is abandoned.
+All decisions are cores': by which route (`route.py`: increments or the whole file), which shard next, when again, when
+to ask a second relay (`fetch.py`), from whom (`choice.py`). This role carries them out, checks each shard against what
+the origin signed, and names the relay of one that is wrong. A version that is overtaken by a newer one is abandoned;
+one that does not fit on the disk is left out. What was there before stays as it is, whatever happens.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
+from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
+from refimpl.messages import Blob
+from refimpl.shardcast.carry import CallCarrier, Carrier, NotYet, WrongSize
 from refimpl.shardcast.choice import ExpectedFinish, MovingAverage, RelayChoice
+from refimpl.shardcast.delta_codec import DeltaError
+from refimpl.shardcast.disk import ShardMismatch, StoreError
 from refimpl.shardcast.document import ManifestError
 from refimpl.shardcast.fetch import Fetch, FetchPlan, FetchRules
-from refimpl.shardcast.hoard import Hoard, digest
-from refimpl.shardcast.manifest import Verify
-from refimpl.shardcast.messages import AskNews, AskShard, Complaint, News
+from refimpl.shardcast.hoard import Hoard
+from refimpl.shardcast.known import Known
+from refimpl.shardcast.manifest import Manifest, Verify
+from refimpl.shardcast.messages import AskShard, Complaint, News, complaint_bytes
+from refimpl.shardcast.route import Speeds
+from refimpl.shardcast.shelf import Store
 from refimpl.work import Hash
 from refimpl.world import CallError, World
 
 LOOK_AGAIN_S = 1e-3
 """Least pause before the plan is asked again, so that rounding cannot make it be asked for ever in one instant."""
+COMPLAIN_TO = 3
+"""Sources that hear of a wrong shard when the origin's address is not known."""
+APPLY_AS_HASH = 5.0
+"""What decoding a byte out of an increment and hashing it costs, in bytes hashed (experiments/bench)."""
 
 POLICIES: dict[str, Callable[[], RelayChoice]] = {
     "published": lambda: MovingAverage(failures="published"),
@@ -38,10 +52,13 @@ class PullerConfig:
     """Where a node fetches from, and how."""
 
     sources: tuple[str, ...]  # relays, or the origin
-    origin: str  # node to complain to
+    origin: str  # node to complain to; empty: to the other sources, which pass it on
     origin_key: str  # public key that everything must be signed with
     policy: str = "expected-finish"
     connections: int = 10
+    piece_bytes: int | None = None  # of one call; None: a shard is one piece
+    stall_s: float = math.inf  # a transfer without a byte for this long is cut off
+    increments: bool = True  # take them where they are sooner
     shard_timeout_s: float = 120.0
     news_patience_s: float = 30.0
     news_timeout_s: float = 90.0
@@ -49,35 +66,76 @@ class PullerConfig:
     retry_s: float = 2.0
 
 
+@dataclass
+class _Job:
+    """What is being fetched just now: a version's own shards, or those of an increment that leads to it."""
+
+    target: Hoard
+    payload: Hoard  # the target itself, or the increment
+    plan: FetchPlan
+
+    @property
+    def is_increment(self) -> bool:
+        return self.payload is not self.target
+
+
 class Puller:
-    """`run()` until `stop()`. `on_open`, `on_shard` and `on_complete` tell a relay or a client what has come."""
+    """`run()` until `stop()`. `on_open`, `on_change` and `on_complete` tell a relay or a client what has come."""
 
     def __init__(
         self,
         world: World,
         config: PullerConfig,
+        store: Store,
         verify: Verify,
         *,
+        identity: Identity | None = None,
+        carrier: Carrier | None = None,
         on_open: Callable[[Hoard], None] = lambda hoard: None,
-        on_shard: Callable[[Hoard], None] = lambda hoard: None,
+        on_change: Callable[[Hoard], None] = lambda hoard: None,
         on_complete: Callable[[Hoard], None] = lambda hoard: None,
         journal: Journal = silent,
     ) -> None:
-        self.world, self.config, self.verify, self.journal = world, config, verify, journal
-        self.on_open, self.on_shard, self.on_complete = on_open, on_shard, on_complete
+        self.world, self.config, self.store, self.verify, self.journal = world, config, store, verify, journal
+        self.identity = identity or Identity(world.rng.bytes(32))
+        self.carrier = carrier or CallCarrier(world, config.shard_timeout_s, config.piece_bytes)
+        self.on_open, self.on_change, self.on_complete = on_open, on_change, on_complete
         self.policy = POLICIES[config.policy]()
-        self.hoard: Hoard | None = None
-        self.plan: FetchPlan | None = None
+        self.known = Known(store, verify, config.origin_key)
         self.stopped = world.signal()
-        self._wake = world.signal()
+        self.trouble = ""  # the last thing that kept a version from being taken
+        self.no_room = False  # and it was this node's own disk
+        self.asked = False  # a source has answered since this node began
+        self._job: _Job | None = None
+        self._busy = False  # publishing, or applying an increment
+        self._received: dict[int, int] = {}  # by ticket: bytes so far; written by the transfers
+        self._cut_off: set[int] = set()
+        self._wake, self._heard = world.signal(), world.signal()
+
+    @property
+    def hoard(self) -> Hoard | None:
+        """The newest version, complete or not."""
+        return self.known.newest
+
+    def restore(self, manifest: Manifest) -> None:
+        """This version is in the store from before."""
+        self.known.restore(manifest)
+
+    def progress(self) -> tuple[int, int, int]:
+        """Changes whenever something comes: versions held, shards, bytes under way."""
+        newest = self.hoard
+        here = len(newest.here) if newest is not None else 0
+        return self.known.have, here, sum(self._received.values())
 
     def stop(self) -> None:
         self.stopped.set()
+        self.hear()
         self._poke()
 
     def hear(self) -> None:
         """Somebody announced news: ask now, not at the next round."""
-        self._poke()
+        heard, self._heard = self._heard, self.world.signal()
+        heard.set()
 
     async def run(self) -> None:
         self.world.spawn(self._follow(), "news")
@@ -96,90 +154,218 @@ class Puller:
         turn = int(self.world.rng.integers(len(self.config.sources)))
         while not self.stopped.is_set():
             source = self.config.sources[turn % len(self.config.sources)]
-            known = self.hoard.header.version if self.hoard is not None else -1
-            entries = len(self.hoard.entries) if self.hoard is not None else 0
-            final = self.hoard is not None and bool(self.hoard.manifest)
             try:
-                news = await self.world.call(
-                    source, AskNews(known, entries, final, self.config.news_patience_s), self.config.news_timeout_s
-                )
+                question = self.known.question(self.config.news_patience_s if self.asked else 0.0)
+                news = await self.world.call(source, question, self.config.news_timeout_s)
                 self._learn(news)
-            except (CallError, ManifestError) as error:
+                self.asked = True
+            except (CallError, ManifestError, StoreError) as error:
+                self.trouble = str(error)
+                self.no_room = isinstance(error, StoreError)
                 self.journal("no_news", source=source, reason=str(error))
                 turn += 1
-                await self.stopped.wait(self.config.retry_s)
-            if self.hoard is not None and self.hoard.complete:
+                await self._heard.wait(self.config.retry_s)
+            if self.known.up_to_date:
                 turn += 1  # nothing under way: spread the asking
-            await self.stopped.wait(self.config.news_interval_s)
+            if not self.stopped.is_set():
+                await self._heard.wait(self.config.news_interval_s)
 
     def _learn(self, news: News) -> None:
-        """Take what is new. Raises ManifestError when it is not what the origin signed."""
-        if news.opening:
-            hoard = Hoard.opened(news.opening, self.verify, self.config.origin_key)
-            if self.hoard is not None and hoard.header.version <= self.hoard.header.version:
-                return
-            if self.hoard is not None and not self.hoard.complete:
-                self.journal("abandoned", version=self.hoard.header.version, shards=len(self.hoard.shards))
-            self.hoard = hoard
-            self.plan = FetchPlan(self.policy, FetchRules(connections=self.config.connections, stall_s=math.inf))
-            self.on_open(hoard)
-        if self.hoard is None or self.plan is None or news.version != self.hoard.header.version:
+        """Take what is new. Raises ManifestError when it is not what the origin signed, StoreError for want of room."""
+        before = self.known.newest
+        fresh = self.known.learn(news)
+        newest = self.known.newest
+        if newest is None or self.known.up_to_date:
             return
-        fresh = self.hoard.add_entries(news.entries, self.verify)
-        if news.manifest and not self.hoard.manifest:
-            fresh += self.hoard.finish(news.manifest, self.verify, self.config.origin_key)
-        if fresh:
-            self.plan.offer((index, size, 0) for index, size in fresh)
-        if fresh or news.manifest:
-            self.on_shard(self.hoard)
-            self._see_whether_complete(self.hoard)
-            self._poke()
+        if newest is not before:
+            self._abandon(before)
+            self.on_open(newest)
+        if self._job is None or self._job.target is not newest:
+            self._job = None
+        elif not self._job.is_increment and fresh:
+            self._job.plan.offer(fresh)
+        self.on_change(newest)
+        self._choose_job()
+        self._see_whether_complete()
+        self._poke()
 
-    # ------------------------------------------------------------------------------------------------------ shards
+    def _abandon(self, hoard: Hoard | None) -> None:
+        if hoard is not None and not hoard.complete:
+            self.journal("abandoned", version=hoard.header.version, shards=len(hoard.here))
+            hoard.shelf.abandon()
+
+    # -------------------------------------------------------------------------------------------------------- route
+    def _choose_job(self) -> None:
+        """Increments or the whole file, whichever is expected first; looked at again whenever there is news."""
+        newest = self.known.newest
+        if newest is None or newest.published or self._busy or (self._job is not None and self._job.is_increment):
+            return
+        leg = self.known.next_leg(self._speeds()) if self.config.increments else None
+        if leg is not None:
+            try:
+                target, payload = self.known.open_leg(leg)
+            except (StoreError, ManifestError) as error:
+                self.trouble = str(error)
+                self.known.give_up_increment(leg.base, leg.target)
+            else:
+                self.journal("route", base=leg.base, target=leg.target, size_bytes=leg.size_bytes)
+                self._job = self._new_job(target, payload)
+                self.on_open(payload)
+                return
+        if self._job is None:
+            self._job = self._new_job(newest, newest)
+
+    def _new_job(self, target: Hoard, payload: Hoard) -> _Job:
+        rules = FetchRules(connections=self.config.connections, stall_s=self.config.stall_s)
+        plan = FetchPlan(self.policy, rules)
+        plan.offer(payload.missing())
+        return _Job(target, payload, plan)
+
+    def _speeds(self) -> Speeds:
+        """What the best relay has delivered so far, by the policy's estimate."""
+        size, now_s = 1 << 20, self.world.now()
+        seconds = min(self.policy.expected_s(relay, now_s, size) for relay in self.config.sources)
+        rate = size / seconds if 0 < seconds < math.inf else 20e6
+        return Speeds(download_bytes_per_s=rate)
+
+    # ------------------------------------------------------------------------------------------------------- shards
     def _start_fetches(self) -> float:
         """Start all that the plan wants now; returns seconds until it wants to be asked again."""
-        if self.plan is None or self.hoard is None:
+        job = self._job
+        if job is None or self._busy:
             return math.inf
+        now_s = self.world.now()
+        for ticket, received in list(self._received.items()):
+            if job.plan.knows(ticket):
+                job.plan.progress(ticket, received, now_s)
+        self._cut_off.update(job.plan.overdue(now_s, self.config.sources))
         while True:
-            step = self.plan.next(self.world.now(), self.world.rng, self.config.sources)
+            step = job.plan.next(self.world.now(), self.world.rng, self.config.sources)
             if step is None:
                 return math.inf
             if not isinstance(step, Fetch):
                 return max(LOOK_AGAIN_S, step.until_s - self.world.now())
-            self.world.spawn(self._fetch(self.hoard, self.plan, step), "fetch")
+            self.world.spawn(self._fetch(job, step), "fetch")
 
-    async def _fetch(self, hoard: Hoard, plan: FetchPlan, fetch: Fetch) -> None:
+    async def _fetch(self, job: _Job, fetch: Fetch) -> None:
+        """One transfer, from the first byte to its place in the plan's books."""
+        hoard, plan = job.payload, job.plan
+        size = hoard.header.layout.shard_size(fetch.index)
+        if fetch.offset < hoard.shelf.received(fetch.index) and not fetch.hedge:
+            hoard.shelf.reset(fetch.index)
+        at = fetch.offset
+
+        def take(piece: Blob) -> bool:
+            """Runs where the bytes arrive, in a thread perhaps. False: nobody wants more."""
+            nonlocal at
+            if fetch.ticket in self._cut_off or job is not self._job or hoard.shelf.has(fetch.index):
+                return False
+            hoard.shelf.write(fetch.index, at, piece, fetch.relay)
+            at += piece.size_bytes
+            self._received[fetch.ticket] = at - fetch.offset
+            return True
+
+        self._received[fetch.ticket] = 0
+        ask = AskShard(hoard.header.id, fetch.index, fetch.offset, size - fetch.offset)
         try:
-            reply = await self.world.call(
-                fetch.relay, AskShard(hoard.header.id, fetch.index), self.config.shard_timeout_s
-            )
-        except CallError:
-            plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=0)
-            self._poke()
-            return
-        if not reply.here:
+            if ask.size:
+                await self.carrier.fetch(fetch.relay, ask, take)
+            self._took(job, fetch)
+        except NotYet:
             plan.not_yet(fetch.ticket, self.world.now())
-        elif fetch.index in hoard.shards:
-            plan.stopped(fetch.ticket)
-        else:
-            right = await self.world.compute(
-                Hash(size_bytes=reply.blob.size_bytes), lambda: hoard.take(fetch.index, reply.blob)
-            )
-            if right:
-                plan.arrived(fetch.ticket, self.world.now())
-                self.on_shard(hoard)
-                self._see_whether_complete(hoard)
-            else:
-                plan.corrupt(fetch.ticket, self.world.now(), fetch.relay)
-                self.journal("wrong_shard", relay=fetch.relay, index=fetch.index)
-                await self._complain(hoard, fetch, reply.blob)
+        except ShardMismatch as error:
+            culprit = error.culprit or (fetch.relay if self.config.piece_bytes is None else None)
+            plan.corrupt(fetch.ticket, self.world.now(), culprit)
+            self.journal("wrong_shard", relay=culprit or "", index=fetch.index, reason=str(error))
+            if culprit in self.config.sources:
+                await self._complain(job, culprit, fetch.index, error.found)
+        except WrongSize as error:
+            hoard.shelf.reset(fetch.index)
+            plan.corrupt(fetch.ticket, self.world.now(), fetch.relay)
+            self.journal("wrong_shard", relay=fetch.relay, index=fetch.index, reason=str(error))
+            await self._complain(job, fetch.relay, fetch.index, b"")
+        except (CallError, StoreError) as error:
+            self.trouble = str(error)
+            plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=hoard.shelf.received(fetch.index))
+        finally:
+            self._received.pop(fetch.ticket, None)
+            self._cut_off.discard(fetch.ticket)
         self._poke()
 
-    async def _complain(self, hoard: Hoard, fetch: Fetch, blob: Any) -> None:
-        with contextlib.suppress(CallError):
-            complaint = Complaint(fetch.relay, hoard.header.id, fetch.index, digest(blob))
-            await self.world.call(self.config.origin, complaint, self.config.news_timeout_s)
+    def _took(self, job: _Job, fetch: Fetch) -> None:
+        """A transfer has ended without an error: the shard is complete, or nobody wanted it any more."""
+        hoard, plan = job.payload, job.plan
+        received, size = hoard.shelf.received(fetch.index), hoard.header.layout.shard_size(fetch.index)
+        if fetch.ticket in self._cut_off:
+            plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=received)
+        elif fetch.index in hoard.here or job is not self._job or received < size:
+            plan.stopped(fetch.ticket)
+        else:
+            hoard.check(fetch.index)
+            plan.arrived(fetch.ticket, self.world.now())
+            self.on_change(hoard)
+            self._see_whether_complete()
 
-    def _see_whether_complete(self, hoard: Hoard) -> None:
-        if hoard.complete and hoard is self.hoard:
+    async def _complain(self, job: _Job, relay: str, index: int, found: bytes) -> None:
+        """Say it to the origin, signed; where that is not known, to the other sources, which pass it on."""
+        said = Complaint(relay, job.payload.header.id, index, found, self.identity.public_key)
+        complaint = dataclasses.replace(said, signature=self.identity.sign(complaint_bytes(said)))
+        others = [source for source in self.config.sources if source != relay]
+        for whom in [self.config.origin] if self.config.origin else others[:COMPLAIN_TO]:
+            with contextlib.suppress(CallError):
+                await self.world.call(whom, complaint, self.config.news_timeout_s)
+
+    # ------------------------------------------------------------------------------------------------------ the end
+    def _see_whether_complete(self) -> None:
+        job = self._job
+        if job is None or self._busy or not job.payload.complete:
+            return
+        self._busy = True
+        self.world.spawn(self._finish(job), "finish")
+
+    async def _finish(self, job: _Job) -> None:
+        """Publish what has come; apply it, when it is an increment."""
+        try:
+            await self._publish(job.payload)
+            if job.is_increment:
+                await self._apply(job)
+        except (StoreError, DeltaError) as error:
+            self.trouble = str(error)
+            self.journal("not_taken", version=job.target.header.version, reason=str(error))
+            if job.payload.header.base is not None:
+                self.known.give_up_increment(job.payload.header.base.version, job.target.header.version)
+            else:
+                job.target.here = {i for i in job.target.here if job.target.shelf.has(i)}
+            await self.world.sleep(self.config.retry_s)
+        finally:
+            self._busy = False
+        self._job = None if self._job is job else self._job
+        self._choose_job()
+        self._see_whether_complete()
+        self._poke()
+
+    async def _apply(self, job: _Job) -> None:
+        """Base and increment become the target; shards that come out wrong are fetched like any others."""
+        increment, target = job.payload.final, job.target
+        assert increment.header.base is not None
+        base = self.known.held[increment.header.base.version]
+        work = Hash(size_bytes=round(APPLY_AS_HASH * target.header.layout.size_bytes))
+        apply = partial(self.store.apply_increment, increment, base, target.final, target.shelf)
+        bad = await self.world.compute(work, apply)
+        target.missing()  # counts what has come
+        self.journal("applied", base=base.version, target=target.header.version, bad=bad)
+        self.on_change(target)
+        if bad:
+            self.known.give_up_increment(base.version, target.header.version)
+        else:
+            await self._publish(target)
+
+    async def _publish(self, hoard: Hoard) -> None:
+        if hoard.published or not hoard.complete:
+            return
+        await self.world.compute(Hash(size_bytes=0), partial(hoard.shelf.publish, hoard.final))
+        hoard.published = True
+        if hoard.header.base is None:
+            self.known.held[hoard.header.version] = hoard.final
             self.on_complete(hoard)
+        self.on_change(hoard)

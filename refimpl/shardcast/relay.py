@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
+from refimpl.shardcast.carry import Carrier
 from refimpl.shardcast.hoard import Hoard
-from refimpl.shardcast.manifest import Verify
-from refimpl.shardcast.messages import Announced
+from refimpl.shardcast.manifest import Manifest, Verify
+from refimpl.shardcast.messages import Announced, Complaint
 from refimpl.shardcast.puller import Puller, PullerConfig
 from refimpl.shardcast.serving import ServingConfig, ShardServer, Spoil
+from refimpl.shardcast.shelf import Store
 from refimpl.world import World
 
 
@@ -20,25 +25,39 @@ class Relay:
         world: World,
         pulling: PullerConfig,
         serving: ServingConfig,
+        store: Store,
         verify: Verify,
         journal: Journal = silent,
         spoil: Spoil | None = None,
+        *,
+        identity: Identity | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
-        self.world, self.journal = world, journal
-        self.server = ShardServer(world, serving, journal, spoil)
+        self.world, self.journal, self.store = world, journal, store
+        self.server = ShardServer(world, serving, store, journal, spoil)
         self.puller = Puller(
             world,
             pulling,
+            store,
             verify,
-            on_open=self.server.hold,
-            on_shard=lambda hoard: self.server.changed(),
+            identity=identity,
+            carrier=carrier,
+            on_open=self._open,
+            on_change=lambda hoard: self.server.changed(),
             on_complete=self._complete,
             journal=journal,
         )
 
     def serve(self) -> None:
         self.server.serve()
-        self.world.serve({Announced: self.announced})
+        self.world.serve({Announced: self.announced, Complaint: self.complain})
+
+    def restore(self, manifests: Iterable[Manifest]) -> None:
+        """Serve what is in the store from before, oldest first, whether or not the upstream answers."""
+        for manifest in manifests:
+            self.server.hold(Hoard.from_manifest(manifest, self.store.shelf(manifest), published=True))
+            if manifest.header.base is None:
+                self.puller.restore(manifest)
 
     def stop(self) -> None:
         self.puller.stop()
@@ -50,5 +69,23 @@ class Relay:
         self.puller.hear()
         return Ok()
 
+    async def complain(self, source: str, message: Complaint) -> Message:
+        """Passed on towards the origin, which alone judges it."""
+        config = self.puller.config
+        await self.world.call(config.origin or config.sources[0], message, config.news_timeout_s)
+        return Ok()
+
+    def _open(self, hoard: Hoard) -> None:
+        if hoard.header.base is None:
+            for older in list(self.server.hoards.values()):
+                if not older.complete:
+                    self.server.drop(older)  # overtaken before it was whole
+        self.server.hold(hoard)
+
     def _complete(self, hoard: Hoard) -> None:
         self.journal("relayed", version=hoard.header.version)
+        self.server.retire()
+        held = self.puller.known.held
+        for version in set(held) - set(self.server.hoards):
+            del held[version]
+        self.store.tidy()

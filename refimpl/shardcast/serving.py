@@ -2,22 +2,27 @@
 
 Shards are served one by one as they come, while later ones are still on their way to this node (cut-through): a version
 flows down the tree instead of being copied from level to level. Only known shards of known versions have a name here.
+A request for a shard is also a lease on its version: it is not removed under a client that is at work on it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from refimpl.journal import Journal, silent
 from refimpl.messages import Blob, Message
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.limits import Serving, ServingLimits
-from refimpl.shardcast.messages import Announced, AskNews, AskShard, News, Shard
+from refimpl.shardcast.messages import Announced, AskNews, AskShard, News, Piece
+from refimpl.shardcast.shelf import Store
+from refimpl.shardcast.versions import Holders, Leases, LeaseTerms
 from refimpl.world import CallError, Refused, World
 
 NOTHING = Blob(0, "", b"")
+ENTRIES_MAX = 4096  # in one answer
+PATIENCE_S_MAX = 60.0
 Spoil = Callable[[int, Blob], Blob]
 """What a dishonest relay does to a shard on its way out; see `refimpl/attacks/relays.py`."""
 
@@ -28,8 +33,10 @@ class ServingConfig:
 
     below: tuple[str, ...] = ()  # nodes that are told as soon as there is something new
     keep: int = 5  # versions
+    hold_s: float = 0.0  # how long a request for a shard that is on its way is held before it is told "not yet"
     announce_timeout_s: float = 10.0
     limits: ServingLimits = ServingLimits()
+    leases: LeaseTerms = field(default_factory=LeaseTerms)
     virtual: bool = False  # blobs are sizes and ids only, so an absent one must be too
 
 
@@ -37,10 +44,19 @@ class ShardServer:
     """Holds the newest versions and serves them. `changed()` after anything came."""
 
     def __init__(
-        self, world: World, config: ServingConfig, journal: Journal = silent, spoil: Spoil | None = None
+        self,
+        world: World,
+        config: ServingConfig,
+        store: Store,
+        journal: Journal = silent,
+        spoil: Spoil | None = None,
     ) -> None:
-        self.world, self.config, self.journal, self.spoil = world, config, journal, spoil
-        self.hoards: dict[int, Hoard] = {}
+        self.world, self.config, self.store, self.journal, self.spoil = world, config, store, journal, spoil
+        self.hoards: dict[int, Hoard] = {}  # whole versions
+        self.increments: dict[tuple[int, int], Hoard] = {}  # by (base, target)
+        self.holders = Holders()
+        self.leases = Leases(config.leases)
+        self._by_id: dict[str, Hoard] = {}
         self._news = world.signal()
         self._serving = Serving(config.limits)
 
@@ -51,29 +67,67 @@ class ShardServer:
     def newest(self) -> int:
         return max(self.hoards, default=-1)
 
+    # ------------------------------------------------------------------------------------------------- what is here
     def hold(self, hoard: Hoard) -> None:
-        """A version begins here. The oldest beyond `keep` go."""
-        self.hoards[hoard.header.version] = hoard
-        for version in sorted(self.hoards)[: -self.config.keep]:
-            del self.hoards[version]
-        for name in self.config.below:
-            self.world.spawn(self._announce(name, hoard.header.version), "announce")
+        """A version, or an increment, begins here. The oldest beyond `keep` go, unless somebody is at work on them."""
+        header = hoard.header
+        self._by_id[header.id] = hoard
+        if header.base is not None:
+            self.increments[header.base.version, header.version] = hoard
+        else:
+            self.hoards[header.version] = hoard
+            self.retire()
+            self._announce_all(header.version)
+        self.changed()
+
+    def retire(self) -> None:
+        """Remove what is old and not leased."""
+        stay = set(sorted(self.hoards)[-self.config.keep :]) | self.leases.leased(self.world.now())
+        for version in sorted(set(self.hoards) - stay):
+            self.drop(self.hoards[version])
+        for key in [key for key in self.increments if key[1] not in self.hoards]:
+            self.drop(self.increments[key])
+
+    def drop(self, hoard: Hoard) -> None:
+        """Out of the index first, then off the disk."""
+        header = hoard.header
+        self._by_id.pop(header.id, None)
+        if header.base is not None:
+            self.increments.pop((header.base.version, header.version), None)
+        else:
+            self.hoards.pop(header.version, None)
+        problems = self.store.remove(hoard.final) if hoard.published else []
+        if not hoard.published:
+            hoard.shelf.abandon()
+        self.journal("removed", version=header.version, problems=problems)
 
     def changed(self) -> None:
         """There are more entries, shards or a manifest than before: whoever waits for news is told."""
         news, self._news = self._news, self.world.signal()
         news.set()
 
+    # --------------------------------------------------------------------------------------------------------- news
     async def tell(self, source: str, message: AskNews) -> Message:
+        self.holders.report(source, message.have)
         if not self._differs(message):
-            await self._news.wait(min(max(message.patience_s, 0.0), 60.0))
+            await self._news.wait(min(max(message.patience_s, 0.0), PATIENCE_S_MAX))
         version = self.newest
         if version < 0 or version < message.version:
             return News(version, b"", (), b"")
         hoard = self.hoards[version]
         same = version == message.version
         first = max(0, message.entries) if same else 0
-        return News(version, b"" if same else hoard.opening, tuple(hoard.entries[first : first + 4096]), hoard.manifest)
+        offers = self._offers(message.have)
+        between = [self.hoards[v].manifest for v in sorted({h.header.version for h in offers} - {version})]
+        return News(
+            version,
+            b"" if same else hoard.opening,
+            # who had the final manifest from the start has no entries to pass on, and nobody needs them
+            tuple(hoard.entries[first : first + ENTRIES_MAX]),
+            hoard.manifest,
+            tuple(offer.manifest for offer in offers),
+            tuple(between),
+        )
 
     def _differs(self, message: AskNews) -> bool:
         version = self.newest
@@ -82,27 +136,81 @@ class ShardServer:
         if version != message.version or version < 0:
             return False
         hoard = self.hoards[version]
-        return len(hoard.entries) > message.entries or (bool(hoard.manifest) and not message.final)
+        if len(hoard.entries) > message.entries and not message.final:
+            return True
+        if hoard.manifest and not message.final:
+            return True
+        return message.have < version and len(self._offers(message.have)) > message.increments
 
-    async def give(self, source: str, message: AskShard) -> Message:
-        hoard = next((h for h in self.hoards.values() if h.header.id == message.header_id), None)
-        if hoard is None:
-            raise Refused(f"version {message.header_id[:16]!r} is not here; the newest is {self.newest}")
-        if not 0 <= message.index < hoard.header.layout.shard_count:
-            raise Refused(f"shard {message.index} does not exist among {hoard.header.layout.shard_count}")
-        blob = hoard.shards.get(message.index)
-        if blob is None:
-            return Shard(False, Blob(0, "") if self.config.virtual else NOTHING)
-        refusal = self._serving.open(source, self.world.now())
-        if refusal is not None:
-            raise Refused(refusal)
-        wait_s = self._serving.take(source, blob.size_bytes, self.world.now())
-        if wait_s > 0:
-            await self.world.sleep(wait_s)
-        self._serving.close(source, self.world.now())
-        return Shard(True, blob if self.spoil is None else self.spoil(message.index, blob))
+    def _offers(self, have: int) -> list[Hoard]:
+        """Increments that help a client which holds `have`, and which lead through versions that are here."""
+        if have < 0:
+            return []
+        return [
+            hoard
+            for (base, target), hoard in sorted(self.increments.items())
+            if base >= have and target in self.hoards and self.hoards[target].manifest
+        ]
+
+    def _announce_all(self, version: int) -> None:
+        for name in self.config.below:
+            if (self.holders.version(name) or -1) < version:
+                self.world.spawn(self._announce(name, version), "announce")
 
     async def _announce(self, name: str, version: int) -> None:
         """Tell one node below; one that does not answer will ask by itself."""
         with contextlib.suppress(CallError):
             await self.world.call(name, Announced(version), self.config.announce_timeout_s)
+
+    # ------------------------------------------------------------------------------------------------------- shards
+    async def find(self, source: str, header_id: str, index: int) -> Hoard | None:
+        """The version, when its shard may be read; None: not yet. Raises Refused for what never was or is gone."""
+        until_s = self.world.now() + self.config.hold_s
+        while True:
+            hoard = self._find(source, header_id, index)
+            left_s = until_s - self.world.now()
+            if index in hoard.here or left_s <= 0:
+                return hoard if index in hoard.here else None
+            await self._news.wait(left_s)
+
+    def _find(self, source: str, header_id: str, index: int) -> Hoard:
+        hoard = self._by_id.get(header_id)
+        if hoard is None:
+            raise Refused(f"version {header_id[:16]!r} is not here; the newest is {self.newest}")
+        if not 0 <= index < hoard.header.layout.shard_count:
+            raise Refused(f"shard {index} does not exist among {hoard.header.layout.shard_count}")
+        self.leases.grant(hoard.header.version, source, self.world.now())
+        return hoard
+
+    @contextlib.contextmanager
+    def transfer(self, source: str) -> Iterator[None]:
+        """One transfer to `source`. Raises Refused when it has too many."""
+        refusal = self._serving.open(source, self.world.now())
+        if refusal is not None:
+            raise Refused(refusal)
+        try:
+            yield
+        finally:
+            self._serving.close(source, self.world.now())
+
+    async def pay(self, source: str, size_bytes: int) -> None:
+        """Wait until `source` may have so many bytes."""
+        wait_s = self._serving.take(source, size_bytes, self.world.now())
+        if wait_s > 0:
+            await self.world.sleep(wait_s)
+
+    def drips(self, sent_bytes: int, elapsed_s: float) -> bool:
+        """True when a transfer is read so slowly that it is to be cut off."""
+        return self._serving.drips(sent_bytes, elapsed_s)
+
+    async def give(self, source: str, message: AskShard) -> Message:
+        hoard = await self.find(source, message.header_id, message.index)
+        if hoard is None:
+            return Piece(False, Blob(0, "") if self.config.virtual else NOTHING)
+        left = hoard.header.layout.shard_size(message.index) - message.offset
+        if message.offset < 0 or not 0 < message.size <= left:
+            raise Refused(f"bytes {message.offset}+{message.size} lie outside shard {message.index}")
+        with self.transfer(source):
+            await self.pay(source, message.size)
+            blob = hoard.shelf.read(message.index, message.offset, message.size)
+        return Piece(True, blob if self.spoil is None else self.spoil(message.index, blob))

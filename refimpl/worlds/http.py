@@ -58,6 +58,7 @@ class HttpWorld(AsyncioNode):
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._transports: set[asyncio.Transport] = set()
+        self.url = ""  # known once it listens
         self.application = web.Application(client_max_size=frame_bytes_max)
         self.application.router.add_post("/call", self._serve_call)
 
@@ -67,7 +68,8 @@ class HttpWorld(AsyncioNode):
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=1024)
         await site.start()
-        return f"http://{host}:{self._runner.addresses[0][1]}"
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        return self.url
 
     async def stop(self) -> None:
         """Close the server, the connections and everything the node was doing."""

@@ -1,0 +1,1 @@
+"""SHARDCAST's command line: roles on HTTP nodes, with stores on disk and keys in files."""

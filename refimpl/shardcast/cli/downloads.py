@@ -1,0 +1,66 @@
+"""Shards as plain HTTP downloads: `GET /shard/VERSION/INDEX` with a range, sent from the file, received into place."""
+
+from __future__ import annotations
+
+import re
+
+from refimpl.messages import Blob
+from refimpl.shardcast.carry import NotYet, Take, WrongSize
+from refimpl.shardcast.disk_store import DiskShelf
+from refimpl.shardcast.messages import AskShard
+from refimpl.shardcast.serving import ShardServer
+from refimpl.world import Refused
+from refimpl.worlds.files import NOT_YET, FileReceiver, Missing, Offer, WrongLength, serve_files
+from refimpl.worlds.http import HttpWorld
+
+PREFIX = "/shard"
+_NAME = re.compile(r"([0-9a-f]{64})/(0|[1-9][0-9]{0,5})")
+
+
+def serve_downloads(world: HttpWorld, server: ShardServer) -> None:
+    """Offer the server's shards for download. Call before the world listens."""
+
+    async def lookup(source: str, name: str) -> Offer:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise Missing(404, "a shard is named by its version's id and its index")
+        index = int(match[2])
+        try:
+            hoard = await server.find(source, match[1], index)
+        except Refused as error:
+            raise Missing(410, error.reason) from error
+        if hoard is None:
+            raise Missing(NOT_YET, f"shard {index} is not here yet")
+        shelf = hoard.shelf
+        assert isinstance(shelf, DiskShelf)
+        return Offer(
+            size_bytes=hoard.header.layout.shard_size(index),
+            parts=lambda offset, size: shelf.parts(index, offset, size),
+            transfer=lambda: server.transfer(source),
+            pay=lambda size: server.pay(source, size),
+            drips=server.drips,
+        )
+
+    serve_files(world, PREFIX, lookup)
+
+
+class DownloadCarrier:
+    """`carry.Carrier` over such downloads."""
+
+    def __init__(self, receiver: FileReceiver) -> None:
+        self._receiver = receiver
+
+    async def fetch(self, relay: str, ask: AskShard, take: Take) -> None:
+        path = f"{PREFIX}/{ask.header_id}/{ask.index}"
+
+        def taken(view: memoryview) -> bool:
+            return take(Blob(len(view), "", view))
+
+        try:
+            status = await self._receiver.get(relay, path, ask.offset, ask.size, taken)
+        except WrongLength as error:
+            raise WrongSize(str(error)) from error
+        if status == NOT_YET:
+            raise NotYet
+        if status != 206:
+            raise Refused(f"{relay} has no such shard (any more)")

@@ -1,0 +1,321 @@
+"""The roles' store on a disk: bounded memory, resumed by shard and byte, published by rename, checked after a reboot.
+
+A version that is published without waiting for the disk (`durable=False`) survives a killed process, but a power cut
+may take some of its last bytes. It is therefore marked with the boot that it was written in, and read and hashed again
+when the machine has started anew since: what is wrong then is set aside, not served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from refimpl.messages import Blob
+from refimpl.shardcast.assembly import Assembly
+from refimpl.shardcast.disk import StoreError, boot_id, full_disk_named, read_blocks
+from refimpl.shardcast.document import ManifestError
+from refimpl.shardcast.increment import IncrementApplier, write_increment
+from refimpl.shardcast.layout import Layout
+from refimpl.shardcast.manifest import Header, Manifest, Verify
+from refimpl.shardcast.shelf import INCREMENT_NAME, Shelf
+from refimpl.shardcast.store import FilePart, Problem, VersionStore
+
+BOOT_NAME = ".shardcast.boot"
+COUNTER_NAME = ".shardcast.counter"
+SCRATCH = ".partial-increment-"
+DURABLE = b"durable"
+
+
+class DiskShelf:
+    """One version in files: an `Assembly` while it grows, a folder once it is published.
+
+    Transfers write from several threads at once. Files are closed when the last of them has left (a late writer must
+    not find its descriptor in use for another file)."""
+
+    def __init__(
+        self, store: VersionStore, header: Header, assembly: Assembly | None, *, durable: bool = False
+    ) -> None:
+        self.header, self._store, self._durable = header, store, durable
+        self._assembly = assembly
+        self._manifest: Manifest | None = None
+        self._lock = threading.Lock()
+        self._locks = [threading.Lock() for _ in range(header.layout.shard_count)] if assembly else []
+        self._inside = 0
+        self._close: Callable[[], object] | None = None
+
+    @classmethod
+    def published(cls, store: VersionStore, manifest: Manifest) -> DiskShelf:
+        shelf = cls(store, manifest.header, None)
+        shelf._manifest = manifest
+        return shelf
+
+    @property
+    def grows(self) -> bool:
+        return self._assembly is not None
+
+    def has(self, index: int) -> bool:
+        assembly = self._assembly
+        return self._manifest is not None if assembly is None else assembly.verified(index)
+
+    def received(self, index: int) -> int:
+        assembly = self._assembly
+        if assembly is None:
+            return self.header.layout.shard_size(index) if self._manifest else 0
+        return assembly.received(index)
+
+    def write(self, index: int, offset: int, piece: Blob, source: str) -> int:
+        if piece.data is None:
+            raise StoreError("a virtual blob has no bytes to write")
+        with self._growing() as assembly:
+            if assembly is None:
+                return 0
+            with self._locks[index]:
+                return assembly.writer(index).write(piece.data, source, offset)
+
+    def check(self, index: int, sha256: bytes) -> None:
+        with self._growing() as assembly:
+            if assembly is not None:
+                with self._locks[index]:
+                    assembly.writer(index).finish(sha256)
+
+    def agrees(self, index: int, sha256: bytes) -> bool:
+        with self._growing() as assembly:
+            if assembly is None:
+                return self._manifest is not None and self._manifest.shards_sha256[index] == sha256
+            if assembly.sha256(index) == sha256:
+                return True
+            with self._locks[index]:
+                assembly.reset(index)
+            return False
+
+    def read(self, index: int, offset: int, size: int) -> Blob:
+        blocks = []
+        for path, start, length in self.parts(index, offset, size):
+            with open(path, "rb") as file:
+                blocks += list(read_blocks(file.fileno(), start, length))
+        data = b"".join(blocks)
+        return Blob(len(data), "", data)
+
+    def parts(self, index: int, offset: int, size: int) -> list[FilePart]:
+        """Where bytes of a shard lie in files just now. Names come from the signed header, never from a request."""
+        layout = self.header.layout
+        size = min(size, layout.shard_size(index) - offset)
+        assembly = self._assembly
+        if assembly is None and self._manifest is None:
+            raise StoreError(f"version {self.header.version} was given up")
+        folder = self._store.folder(self._manifest) if self._manifest is not None else assembly.payload  # type: ignore[union-attr]
+        pieces = layout.pieces(layout.shard_offset(index) + offset, size)
+        return [FilePart(folder / layout.names[piece.file], piece.offset, piece.size) for piece in pieces]
+
+    def reset(self, index: int) -> None:
+        with self._growing() as assembly:
+            if assembly is not None and not assembly.verified(index):
+                with self._locks[index]:
+                    assembly.reset(index)
+
+    def publish(self, manifest: Manifest) -> None:
+        with self._growing() as assembly:
+            if assembly is None:
+                return
+            assembly.mark(BOOT_NAME, DURABLE if self._durable else boot_id())
+            assembly.publish(manifest, durable=self._durable)
+            self._manifest, self._assembly = manifest, None
+            self._close = assembly.end
+
+    def abandon(self) -> None:
+        with self._lock:
+            assembly, self._assembly = self._assembly, None
+            if assembly is None:
+                return
+            self._close = assembly.abandon
+            if self._inside == 0:
+                self._close_now()
+
+    def let_go(self) -> None:
+        """The process ends: close the files, keep what is there for the next one."""
+        with self._lock:
+            assembly, self._assembly = self._assembly, None
+            if assembly is not None:
+                self._close = assembly.close
+                if self._inside == 0:
+                    self._close_now()
+
+    @contextmanager
+    def _growing(self) -> Iterator[Assembly | None]:
+        """The assembly, kept open for as long as we are inside; None when the version is published."""
+        with self._lock:
+            assembly = self._assembly
+            if assembly is None and self._manifest is None:
+                raise StoreError(f"version {self.header.version} was given up")
+            self._inside += 1
+        try:
+            yield assembly
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._close_now()
+
+    def _close_now(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+
+class CutDiskShelf(DiskShelf):
+    """The origin's version: its files are read once, front to back, hashed, and copied or linked on the way."""
+
+    def __init__(
+        self, store: VersionStore, header: Header, assembly: Assembly, sources: Sequence[Path], *, durable: bool
+    ) -> None:
+        super().__init__(store, header, assembly, durable=durable)
+        self._sources = sources
+        self._whole = [hashlib.sha256() for _ in header.layout.names]
+
+    def cut(self, index: int) -> bytes:
+        layout = self.header.layout
+        with self._growing() as assembly:
+            assert assembly is not None, "a published version is not cut again"
+            cutter = assembly.cutter(index)
+            for piece in layout.pieces(layout.shard_offset(index), layout.shard_size(index)):
+                descriptor = os.open(self._sources[piece.file], os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    for block in read_blocks(descriptor, piece.offset, piece.size):
+                        cutter.take(block)
+                        self._whole[piece.file].update(block)
+                finally:
+                    os.close(descriptor)
+            return cutter.close()
+
+    def files_sha256(self) -> tuple[bytes, ...]:
+        return tuple(hasher.digest() for hasher in self._whole)
+
+
+class DiskStore:
+    """All versions of one run under `root`. `link`: an origin's files are linked, not copied; they must then not be
+    changed in place afterwards."""
+
+    def __init__(self, root: Path, *, reserve_bytes: int = 0, durable: bool = False, link: bool = False) -> None:
+        self.versions = VersionStore(root, reserve_bytes=reserve_bytes)
+        self.durable, self.link = durable, link
+        self._shelves: dict[str, DiskShelf] = {}  # of what grows, by header id
+
+    @property
+    def root(self) -> Path:
+        return self.versions.root
+
+    def found(self, verify: Verify, origin: str) -> tuple[list[Manifest], list[Problem]]:
+        """What is here from before, oldest first; after a reboot it is read and hashed again."""
+        manifests, problems = self.versions.load(verify, origin)
+        good = []
+        for manifest in manifests:
+            mark = self.versions.folder(manifest) / BOOT_NAME
+            written = mark.read_bytes() if mark.is_file() else b""
+            if written not in (DURABLE, boot_id()):
+                bad = self.versions.bad_shards(manifest)
+                if bad:
+                    reason = f"after a reboot, shards {bad[:8]} are not what was signed"
+                    problems.append(Problem(self.versions.folder(manifest), reason))
+                    self.versions.quarantine(self.versions.folder(manifest), reason)
+                    continue
+                mark.write_bytes(boot_id())
+            good.append(manifest)
+        return good, problems
+
+    def claim_version(self) -> int:
+        path = self.root / COUNTER_NAME
+        last = int(path.read_text()) if path.is_file() else 0
+        for folder in self.root.glob("v*"):
+            digits = folder.name[1:9]
+            last = max(last, int(digits) if digits.isdigit() else 0)
+        with full_disk_named(self.root):
+            hidden = path.with_suffix(".new")
+            with open(hidden, "w") as file:
+                file.write(str(last + 1))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(hidden, path)
+        return last + 1
+
+    def begin(self, header: Header) -> DiskShelf:
+        shelf = self._shelves.get(header.id)
+        if shelf is None or not shelf.grows:
+            shelf = DiskShelf(self.versions, header, self.versions.begin(header), durable=self.durable)
+            self._shelves[header.id] = shelf
+        return shelf
+
+    def adopt(self, header: Header, content: Any) -> CutDiskShelf:
+        sources = [Path(path) for path in content]
+        for source, size in zip(sources, header.layout.sizes_bytes, strict=True):
+            if source.stat().st_size != size:
+                raise StoreError(f"{source} has {source.stat().st_size} bytes, {size} were announced")
+        scratch = sources[0].name.startswith(SCRATCH)
+        if self.link or scratch:
+            assembly = Assembly(self.root, header, sources=sources)
+            if scratch:
+                sources[0].unlink()
+                sources = [assembly.payload / INCREMENT_NAME]
+        else:
+            assembly = self.versions.begin(header)
+        return CutDiskShelf(self.versions, header, assembly, sources, durable=self.durable)
+
+    def shelf(self, manifest: Manifest) -> DiskShelf:
+        return DiskShelf.published(self.versions, manifest)
+
+    def remove(self, manifest: Manifest) -> list[str]:
+        self._shelves.pop(manifest.header.id, None)
+        return [f"{problem.path}: {problem.reason}" for problem in self.versions.remove(manifest)]
+
+    def tidy(self) -> list[str]:
+        return [f"{problem.path}: {problem.reason}" for problem in self.versions.clean()]
+
+    def make_increment(self, base: Manifest, target: Manifest, shard_bytes: int) -> tuple[Layout, Any]:
+        path = self.root / f"{SCRATCH}{base.version}-{target.version}"
+        try:
+            size = write_increment(self.versions, base, target, path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return Layout(names=(INCREMENT_NAME,), sizes_bytes=(size,), shard_bytes=shard_bytes), [path]
+
+    def apply_increment(self, increment: Manifest, base: Manifest, target: Manifest, shelf: Shelf) -> list[int]:
+        assert isinstance(shelf, DiskShelf)
+        with shelf._growing() as assembly:
+            if assembly is None:
+                return []
+            applier = IncrementApplier(self.versions, base, target, assembly)
+            size = increment.layout.size_bytes
+            step = 1 << 20
+            for offset in range(0, size, step):
+                applier.feed(self.versions.read(increment, offset, min(step, size - offset)))
+            applier.finish()
+            return applier.bad
+
+
+def layout_of(path: Path, shard_bytes: int) -> tuple[Layout, list[Path]]:
+    """A file, or a folder's files (not its subfolders, no hidden ones), as a version. Raises ValueError."""
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if not p.name.startswith("."))
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"{file} is no plain file; a checkpoint folder holds files only")
+    elif path.is_file():
+        files = [path]
+    else:
+        raise ValueError(f"{path} does not exist")
+    if not files or not any(file.stat().st_size for file in files):
+        raise ValueError(f"{path} has nothing in it to broadcast")
+    try:
+        layout = Layout(
+            names=tuple(file.name for file in files),
+            sizes_bytes=tuple(file.stat().st_size for file in files),
+            shard_bytes=shard_bytes,
+        )
+    except ManifestError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return layout, files

@@ -1,0 +1,135 @@
+"""What a fetching node knows of a run: the versions it holds, the newest, and the increments that lead there."""
+
+from __future__ import annotations
+
+from refimpl.shardcast.document import ManifestError
+from refimpl.shardcast.hoard import Hoard, Wanted
+from refimpl.shardcast.manifest import Manifest, Verify
+from refimpl.shardcast.messages import AskNews, News
+from refimpl.shardcast.route import Leg, Speeds, plan_route
+from refimpl.shardcast.shelf import Store
+
+OFFERS_MAX = 64
+
+
+class Known:
+    """Fed with `News`; everything in here is signed by the origin."""
+
+    def __init__(self, store: Store, verify: Verify, origin_key: str) -> None:
+        self.store, self.verify, self.origin_key = store, verify, origin_key
+        self.held: dict[int, Manifest] = {}  # complete, in the store
+        self.newest: Hoard | None = None
+        self.increments: dict[tuple[int, int], Manifest] = {}  # on offer, by (base, target)
+        self._between: dict[int, Manifest] = {}  # versions that a chain of them leads through
+        self._opened: dict[int, Hoard] = {}
+        self._given_up: set[tuple[int, int]] = set()
+
+    @property
+    def have(self) -> int:
+        return max(self.held, default=-1)
+
+    @property
+    def up_to_date(self) -> bool:
+        return self.newest is not None and self.newest.published
+
+    def restore(self, manifest: Manifest) -> None:
+        """This version is in the store from before."""
+        self.held[manifest.version] = manifest
+        if self.newest is None or manifest.version > self.newest.header.version:
+            self.newest = Hoard.from_manifest(manifest, self.store.shelf(manifest), published=True)
+
+    def question(self, patience_s: float) -> AskNews:
+        newest = self.newest
+        if newest is None:
+            return AskNews(-1, 0, False, -1, 0, patience_s)
+        final = bool(newest.manifest)
+        offers = sum(base >= self.have for base, _ in self.increments)
+        return AskNews(newest.header.version, len(newest.entries), final, self.have, offers, patience_s)
+
+    def learn(self, news: News) -> list[Wanted]:
+        """Take what is new; returns shards of the newest version that may be fetched since. Raises ManifestError when
+        it is not what the origin signed, StoreError when there is no room for the version."""
+        if news.version > (self.newest.header.version if self.newest is not None else -1):
+            hoard = self._begin(news)
+            if hoard is None:
+                return []
+            self.newest = hoard
+            self.increments, self._between, self._opened = {}, {}, {}
+        newest = self.newest
+        if newest is None or news.version != newest.header.version:
+            return []
+        fresh = [] if newest.manifest else newest.add_entries(news.entries, self.verify)
+        if news.manifest and not newest.manifest:
+            fresh += newest.finish(news.manifest, self.verify, self.origin_key)
+        self._learn_increments(news)
+        return fresh
+
+    def _begin(self, news: News) -> Hoard | None:
+        if news.opening:
+            hoard = Hoard.opened(news.opening, self.store, self.verify, self.origin_key)
+        elif news.manifest:
+            manifest = Manifest.decode(news.manifest, self.verify, self.origin_key)
+            if manifest.header.version != news.version:
+                raise ManifestError(f"news of version {news.version} brings the manifest of {manifest.version}")
+            hoard = Hoard.from_manifest(manifest, self.store.begin(manifest.header))
+        else:
+            return None
+        if self.newest is not None and hoard.header.run_id != self.newest.header.run_id:
+            hoard.shelf.abandon()
+            raise ManifestError(f"news of run {hoard.header.run_id!r}, this node follows {self.newest.header.run_id!r}")
+        if self.newest is not None and hoard.header.version <= self.newest.header.version:
+            return None  # an old opening under a new number: stale
+        return hoard
+
+    def _learn_increments(self, news: News) -> None:
+        for raw in news.between[:OFFERS_MAX]:
+            manifest = Manifest.decode(raw, self.verify, self.origin_key)
+            self._between[manifest.version] = manifest
+        for raw in news.increments[:OFFERS_MAX]:
+            manifest = Manifest.decode(raw, self.verify, self.origin_key)
+            if manifest.header.base is not None:
+                self.increments[manifest.header.base.version, manifest.version] = manifest
+
+    # -------------------------------------------------------------------------------------------------------- route
+    def next_leg(self, speeds: Speeds) -> Leg | None:
+        """The increment to fetch now, when increments bring us to the newest version before the whole file would."""
+        newest = self.newest
+        if newest is None or not newest.manifest or newest.published or not self.held:
+            return None
+        full = {version: manifest.layout.size_bytes for version, manifest in self._between.items()}
+        full[newest.header.version] = sum(size - here for _, size, here in newest.missing())
+        sizes = {
+            key: manifest.layout.size_bytes
+            for key, manifest in self.increments.items()
+            if key not in self._given_up and self._fits(manifest)
+        }
+        route = plan_route(self.have, newest.header.version, full, sizes, speeds)
+        if route is None or not route.legs or any(leg.base is None for leg in route.legs):
+            return None
+        return route.legs[0]
+
+    def open_leg(self, leg: Leg) -> tuple[Hoard, Hoard]:
+        """(the version that the increment leads to, the increment), begun or resumed. Raises StoreError."""
+        assert self.newest is not None and leg.base is not None
+        increment = self.increments[leg.base, leg.target]
+        payload = Hoard.from_manifest(increment, self.store.begin(increment.header))
+        if leg.target == self.newest.header.version:
+            return self.newest, payload
+        if leg.target not in self._opened:
+            manifest = self._between[leg.target]
+            self._opened[leg.target] = Hoard.from_manifest(manifest, self.store.begin(manifest.header))
+        return self._opened[leg.target], payload
+
+    def give_up_increment(self, base: int | None, target: int) -> None:
+        if base is not None:
+            self._given_up.add((base, target))
+
+    def _fits(self, increment: Manifest) -> bool:
+        """It starts from what we hold or pass through, and leads to the very version that we know under its number."""
+        header = increment.header
+        assert header.base is not None and header.target is not None and self.newest is not None
+        base = self.held.get(header.base.version) or self._between.get(header.base.version)
+        target = self._between.get(header.target.version)
+        if header.target.version == self.newest.header.version:
+            target = self.newest.final
+        return base is not None and target is not None and base.ref == header.base and target.ref == header.target

@@ -1,0 +1,259 @@
+"""Where a version's shards lie, seen by the roles: one port, two stores behind it.
+
+`MemoryStore` holds whole shards as blobs: in the simulator only sizes and content ids, so that 62 GB at ten thousand
+nodes cost no memory; in small tests real bytes. `DiskStore` (`disk_store.py`) holds files. A role cannot tell which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from refimpl.messages import Blob
+from refimpl.shardcast.disk import ShardMismatch, StoreError
+from refimpl.shardcast.layout import Layout
+from refimpl.shardcast.manifest import Header, Manifest
+
+INCREMENT_NAME = "increment"  # the one file of an increment
+
+ReadShard = Callable[[int], Blob]
+"""The bytes of shard i (or, in the simulator, their size and id)."""
+
+
+class Shelf(Protocol):
+    """The shards of one version at one node, complete or not."""
+
+    def has(self, index: int) -> bool:
+        """The shard is here, and was verified."""
+        ...
+
+    def received(self, index: int) -> int:
+        """Bytes of the shard that are here, from its start, verified or not: a transfer goes on from there."""
+        ...
+
+    def write(self, index: int, offset: int, piece: Blob, source: str) -> int:
+        """Keep a piece; returns how many of its bytes were new. Raises StoreError for a gap or too much, DiskFull."""
+        ...
+
+    def check(self, index: int, sha256: bytes) -> None:
+        """All bytes are here: verify. Raises ShardMismatch (and drops them) when they are not what was signed."""
+        ...
+
+    def agrees(self, index: int, sha256: bytes) -> bool:
+        """Whether a shard that was here before is the one that is expected; it is dropped when not."""
+        ...
+
+    def read(self, index: int, offset: int, size: int) -> Blob:
+        """Bytes of a shard that is here."""
+        ...
+
+    def reset(self, index: int) -> None:
+        """Forget what was received of a shard."""
+        ...
+
+    def publish(self, manifest: Manifest) -> None:
+        """All is here and agrees: make it visible under its final name, in one step. Raises StoreError."""
+        ...
+
+    def abandon(self) -> None:
+        """Give an unfinished version up and free its space. Never raises."""
+        ...
+
+
+class CutShelf(Shelf, Protocol):
+    """An origin's own version: filled by cutting, front to back."""
+
+    def cut(self, index: int) -> bytes:
+        """Read shard `index` from the content; it can be served from now on. Returns its SHA-256."""
+        ...
+
+    def files_sha256(self) -> tuple[bytes, ...]:
+        """One per file, known after the last shard."""
+        ...
+
+
+class Store(Protocol):
+    """All versions of one run at one node."""
+
+    def claim_version(self) -> int:
+        """A version number that this store never gave before, not even before a crash."""
+        ...
+
+    def begin(self, header: Header) -> Shelf:
+        """Start or resume a version. Raises DiskFull before anything is fetched when it would not fit."""
+        ...
+
+    def adopt(self, header: Header, content: Any) -> CutShelf:
+        """Start a version of our own from `content`: paths for files, a `ReadShard` in memory."""
+        ...
+
+    def shelf(self, manifest: Manifest) -> Shelf:
+        """A version that was published here."""
+        ...
+
+    def remove(self, manifest: Manifest) -> list[str]:
+        """Free a published version. Never raises: returns what could not be done."""
+        ...
+
+    def tidy(self) -> list[str]:
+        """Remove what nobody is at work on. Never raises: returns what could not be done."""
+        ...
+
+    def make_increment(self, base: Manifest, target: Manifest, shard_bytes: int) -> tuple[Layout, Any]:
+        """The increment between two versions that are here: its layout, and the content to `adopt`."""
+        ...
+
+    def apply_increment(self, increment: Manifest, base: Manifest, target: Manifest, shelf: Shelf) -> list[int]:
+        """Fill `shelf` with the target out of the base and a published increment; returns the shards that came out
+        wrong and have to be fetched. Raises DeltaError when the increment is not one."""
+        ...
+
+
+def digest(blob: Blob) -> bytes:
+    """SHA-256 of the bytes; of a virtual blob, the one that its content id stands for (changed bytes, changed id)."""
+    if blob.data is not None:
+        return hashlib.sha256(blob.data).digest()
+    return (
+        bytes.fromhex(blob.content_id)
+        if len(blob.content_id) == 64
+        else hashlib.sha256(blob.content_id.encode()).digest()
+    )
+
+
+def virtual_shards(content: str, layout: Layout) -> ReadShard:
+    """Shards of a checkpoint that is only a name and a size."""
+
+    def read(index: int) -> Blob:
+        identity = hashlib.sha256(f"{content}|{index}".encode()).hexdigest()
+        return Blob(layout.shard_size(index), identity)
+
+    return read
+
+
+class MemoryShelf:
+    """Whole shards as blobs. A piece of real bytes may be a part of one; a virtual piece is a whole shard."""
+
+    def __init__(self, header: Header, content: ReadShard | None = None) -> None:
+        self._layout, self._content = header.layout, content
+        self.blobs: dict[int, Blob] = {}
+        self._partial: dict[int, bytearray] = {}
+        self._verified: dict[int, bytes] = {}
+
+    def has(self, index: int) -> bool:
+        return index in self._verified
+
+    def received(self, index: int) -> int:
+        if index in self.blobs:
+            return self.blobs[index].size_bytes
+        return len(self._partial.get(index, b""))
+
+    def write(self, index: int, offset: int, piece: Blob, source: str) -> int:
+        if index in self._verified:
+            return 0
+        size, at = self._layout.shard_size(index), self.received(index)
+        if offset > at or offset + piece.size_bytes > size:
+            raise StoreError(f"{source} sent bytes {offset}..{offset + piece.size_bytes} of shard {index} of {size}")
+        if offset == 0 and piece.size_bytes == size:
+            self.blobs[index] = piece
+            return size - at
+        if piece.data is None:
+            raise StoreError(f"{source} sent {piece.size_bytes} virtual bytes of shard {index} of {size}")
+        fresh = memoryview(piece.data)[at - offset :]
+        self._partial.setdefault(index, bytearray()).extend(fresh)
+        if at + len(fresh) == size:
+            self.blobs[index] = Blob(size, "", bytes(self._partial.pop(index)))
+        return len(fresh)
+
+    def check(self, index: int, sha256: bytes) -> None:
+        if index in self._verified:
+            return
+        found = digest(self.blobs[index]) if index in self.blobs else b""
+        if found != sha256:
+            self.reset(index)
+            raise ShardMismatch(index, sha256, found, None)
+        self._verified[index] = found
+
+    def agrees(self, index: int, sha256: bytes) -> bool:
+        if self._verified.get(index) == sha256:
+            return True
+        self.reset(index)
+        return False
+
+    def read(self, index: int, offset: int, size: int) -> Blob:
+        blob = self.blobs[index]
+        if offset == 0 and size >= blob.size_bytes:
+            return blob
+        if blob.data is None:
+            raise StoreError("a virtual shard is read whole")
+        part = memoryview(blob.data)[offset : offset + size]
+        return Blob(len(part), "", part)
+
+    def reset(self, index: int) -> None:
+        self.blobs.pop(index, None)
+        self._partial.pop(index, None)
+        self._verified.pop(index, None)
+
+    def publish(self, manifest: Manifest) -> None:
+        for index, sha256 in enumerate(manifest.shards_sha256):
+            if self._verified.get(index) != sha256:
+                raise StoreError(f"shard {index} of version {manifest.version} is not there yet")
+
+    def abandon(self) -> None:
+        for index in [*self.blobs, *self._partial]:
+            self.reset(index)
+
+    def cut(self, index: int) -> bytes:
+        assert self._content is not None, "only what was adopted can be cut"
+        self.blobs[index] = self._content(index)
+        self._verified[index] = digest(self.blobs[index])
+        return self._verified[index]
+
+    def files_sha256(self) -> tuple[bytes, ...]:
+        """Of the shards' hashes, since a virtual version has no bytes."""
+        hashes = b"".join(self._verified[index] for index in range(self._layout.shard_count))
+        return tuple(hashlib.sha256(name.encode() + hashes).digest() for name in self._layout.names)
+
+
+class MemoryStore:
+    """A store that lives as long as its node. Increments are virtual: their sizes are said beforehand."""
+
+    def __init__(self, increment_share: float | None = None) -> None:
+        self.increment_share = increment_share  # size of an increment, of its target's; None: there are none
+        self._shelves: dict[str, MemoryShelf] = {}  # by header id
+        self._version = -1
+
+    def claim_version(self) -> int:
+        self._version += 1
+        return self._version
+
+    def begin(self, header: Header) -> MemoryShelf:
+        return self._shelves.setdefault(header.id, MemoryShelf(header))
+
+    def adopt(self, header: Header, content: Any) -> MemoryShelf:
+        self._shelves[header.id] = MemoryShelf(header, content)
+        return self._shelves[header.id]
+
+    def shelf(self, manifest: Manifest) -> MemoryShelf:
+        return self._shelves[manifest.header.id]
+
+    def remove(self, manifest: Manifest) -> list[str]:
+        self._shelves.pop(manifest.header.id, None)
+        return []
+
+    def tidy(self) -> list[str]:
+        return []
+
+    def make_increment(self, base: Manifest, target: Manifest, shard_bytes: int) -> tuple[Layout, Any]:
+        assert self.increment_share is not None, "this store was not told how large increments are"
+        size = max(1, round(self.increment_share * target.layout.size_bytes))
+        layout = Layout(names=(INCREMENT_NAME,), sizes_bytes=(size,), shard_bytes=shard_bytes)
+        return layout, virtual_shards(f"{base.content_id} to {target.content_id}", layout)
+
+    def apply_increment(self, increment: Manifest, base: Manifest, target: Manifest, shelf: Shelf) -> list[int]:
+        for index, sha256 in enumerate(target.shards_sha256):
+            if not shelf.has(index):
+                shelf.reset(index)
+                shelf.write(index, 0, Blob(target.layout.shard_size(index), sha256.hex()), "the increment")
+                shelf.check(index, sha256)
+        return []
