@@ -34,12 +34,17 @@ PACKETS_PER_SWEEP = 256
 class _Message:
     """One message under way."""
 
-    __slots__ = ("arrival_ns", "arrived", "channel", "delay_s", "links", "source", "target")
+    __slots__ = (
+        "arrival_ns", "arrived", "channel", "delay_s", "held_since_ns", "holder", "left", "links", "source", "target",
+    )  # fmt: skip
 
     def __init__(self, source: int, target: int, delay_s: float, arrived: Arrived, channel: Channel | None) -> None:
         self.source, self.target, self.delay_s, self.arrived, self.channel = source, target, delay_s, arrived, channel
         self.links: tuple[int, ...] = ()
         self.arrival_ns = -1  # not known before its bytes have left the links
+        self.left = 0.0  # bytes that are not booked as travelled
+        self.holder = 0  # the link that gives it its rate, as last seen
+        self.held_since_ns = 0
 
     def hand_over(self, _: Event) -> None:
         self.arrived()
@@ -65,9 +70,10 @@ class FlowCarrier:
         self.engine = network.engine
         self.bytes_sent = 0
         self.messages_sent = 0
-        self.traffic = Traffic()
         self.messages_lost = 0
         self._flows: dict[int, _Message] = {}
+        self._begun: list[int] = []  # flows that no link is known to hold yet
+        self.traffic = Traffic(network, self.book_until_now)
         self._wake_ns = NEVER_NS  # when the next look at the engine is scheduled
         self._settling = False
         self._packets = 0  # since the engine was last asked what has ended
@@ -87,7 +93,9 @@ class FlowCarrier:
             self.kernel.at(target, now_ns, lambda _: arrived())
             return
         self.bytes_sent += size_bytes
-        self.traffic.message(now_ns, source, target, size_bytes)
+        traffic = self.traffic
+        if now_ns >= traffic.until_ns:
+            traffic.book(now_ns, self._flows)
         network = self.network
         path = network.path(source, target, reply=reply)
         delay_s = network.sample_delay_s(path, self.rng, size_bytes)
@@ -109,12 +117,13 @@ class FlowCarrier:
                 if channel is not None:
                     arrival_ns = self._order.arrival(channel, arrival_ns, now_ns)
                 self.kernel.at(target, arrival_ns, message.hand_over)
+                traffic.add(path.links, size_bytes)
                 self._packets += 1
                 if self._packets >= PACKETS_PER_SWEEP:
                     self._take_finished(now_ns)
                 return
             self._queue(message)
-            self._flows[flow] = message
+            self._enter(flow, message, size_bytes)
             self._look_again()
             return
         self._queue(message)
@@ -139,8 +148,16 @@ class FlowCarrier:
 
     def _begin(self, message: _Message, path: Path, size_bytes: int) -> None:
         """The message's bytes take the links."""
-        self._flows[self._start(path, size_bytes)] = message
+        self.links_will_change()
+        self._enter(self._start(path, size_bytes), message, size_bytes)
         self._look_again()
+
+    def _enter(self, flow: int, message: _Message, size_bytes: int) -> None:
+        """The message is a flow from now on, whose bytes are booked as they travel."""
+        message.left = float(size_bytes)
+        message.held_since_ns = cast(int, self.kernel._now)
+        self._flows[flow] = message
+        self._begun.append(flow)
 
     def _send_disturbed(
         self, links: tuple[int, ...], source: int, target: int, size_bytes: int, delays_s: list[float], arrived: Arrived
@@ -157,8 +174,9 @@ class FlowCarrier:
 
         for delay_s in delays_s or [0.0]:
             flow = self.engine.start(cast(int, self.kernel._now) / SECOND_NS, links, size_bytes)
-            message = self._flows[flow] = _Message(source, target, delay_s, first_copy, None)
+            message = _Message(source, target, delay_s, first_copy, None)
             message.links = links
+            self._enter(flow, message, size_bytes)
         self._look_again()
 
     def reset(self, source: int, target: int, arrived: Arrived) -> None:
@@ -171,10 +189,11 @@ class FlowCarrier:
         """The node died. What it was sending never arrives; what was on its way to it breaks off now, and its sender
         learns so after the path's latency, as over a connection that is reset."""
         now_ns = cast(int, self.kernel._now)
+        self.links_will_change()
         for flow, message in list(self._flows.items()):
             if node not in (message.source, message.target):
                 continue
-            self.engine.cancel(now_ns / SECOND_NS, flow)
+            self.traffic.ended(message, now_ns, self.engine.cancel(now_ns / SECOND_NS, flow))
             del self._flows[flow]
             if message.source == node:
                 message.arrived = _nothing
@@ -185,14 +204,24 @@ class FlowCarrier:
                 self._in_turn(message.channel)
         self._look_again()
 
+    def links_will_change(self) -> None:
+        """Something beside a message is about to change the engine: what has travelled is booked before."""
+        now_ns = cast(int, self.kernel._now)
+        if now_ns >= self.traffic.until_ns:
+            self.traffic.book(now_ns, self._flows)
+
+    def book_until_now(self) -> None:
+        """Book all that has travelled, at the end of a run."""
+        self.traffic.book(cast(int, self.kernel._now), self._flows, closing=True)
+
     def links_changed(self) -> None:
         """Something beside a message changed the engine: a fault was laid on or lifted."""
         self._look_again()
 
-    def flows_under_way(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """(source, target, links) of every message whose bytes are on the links."""
-        for message in self._flows.values():
-            yield message.source, message.target, message.links
+    def flows_under_way(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+        """(source, target, flow, links) of every message whose bytes are on the links."""
+        for flow, message in self._flows.items():
+            yield message.source, message.target, flow, message.links
 
     def under_way(self) -> Iterator[tuple[str, int, int]]:
         """All that is on the links, as ("flow" or "channel", source, target)."""
@@ -215,12 +244,21 @@ class FlowCarrier:
 
     def _schedule_wake(self) -> None:
         next_s = self.engine.next_event_s()
+        if self._begun:
+            self._see_holders()
         if next_s == float("inf"):
             return
         wake_ns = max(_not_before(next_s), cast(int, self.kernel._now))
         if wake_ns < self._wake_ns:
             self._wake_ns = wake_ns
             self.kernel.at(0, wake_ns, self._wake)
+
+    def _see_holders(self) -> None:
+        """All flows that have begun now have a rate: note the links that give it to them."""
+        begun, self._begun = self._begun, []
+        for flow in begun:
+            if (message := self._flows.get(flow)) is not None:
+                message.holder = self.engine.held_by(flow)
 
     def _wake(self, _: Event) -> None:
         now_ns = cast(int, self.kernel._now)
@@ -233,10 +271,14 @@ class FlowCarrier:
     def _take_finished(self, now_ns: int) -> None:
         """Send on what has left the links. Packets that were sent on at their start are among it, and passed over."""
         self._packets = 0
+        traffic = self.traffic
+        if now_ns >= traffic.until_ns:
+            traffic.book(now_ns, self._flows)
         for flow, finish_s in self.engine.advance(now_ns / SECOND_NS):
             message = self._flows.pop(flow, None)
             if message is None:
                 continue
+            traffic.ended(message, now_ns)
             message.arrival_ns = max(to_ns(finish_s + message.delay_s), now_ns)
             if message.channel is None:
                 self.kernel.at(message.target, message.arrival_ns, message.hand_over)

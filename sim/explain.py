@@ -42,6 +42,8 @@ def why(folder: Path) -> str:
     worst = max(waits["waits"], key=lambda row: row["total_s"], default=None)
     if worst is not None and worst["total_s"] > 0:
         parts.append(_verdict(worst))
+    if waits.get("held_up"):
+        parts.append(_held_up(waits["held_up"]))
     parts.append(_open(waits))
     if waits["tasks"]:
         parts.append(
@@ -59,10 +61,25 @@ def _verdict(row: dict[str, Any]) -> str:
     }
     where = max(shares, key=lambda name: shares[name])
     share = 100 * shares[where] / row["total_s"]
-    return (
+    sentence = (
         f"Most waiting: {row['waiting']} for {row['target']} to answer {row['message']}, {row['total_s']:.3f} s in "
         f"all; {share:.0f} % of it {where}."
     )
+    held = [
+        f"from {source} to {target} they were held up the longest by {links[0]['link']} ({links[0]['held_s']:.3f} s)"
+        for source, target, links in (
+            (row["waiting"], row["target"], row.get("held_up_there")),
+            (row["target"], row["waiting"], row.get("held_up_back")),
+        )
+        if links
+    ]
+    return sentence + (f" Of their transfers: {'; '.join(held)}." if held and row["network_s"] > 0 else "")
+
+
+def _held_up(links: list[dict[str, Any]]) -> str:
+    """The links that were transfers' bottlenecks."""
+    lines = ["Links that held transfers up, by the sum of the transfers' times"]
+    return "\n".join(lines + [f"  {link['link']}: {link['held_s']:.3f} s" for link in links])
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

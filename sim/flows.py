@@ -45,6 +45,7 @@ from sim.flows_core import (
     run_until,
     solve,
 )
+from sim.flows_progress import held_at
 
 INFINITY = math.inf
 
@@ -261,6 +262,39 @@ class FlowEngine:
             self._solve()
         slot = self._slot_of[flow]
         return float(self._core.flow_f[slot, 0] * self._core.link_f[SHARE, self._core.flow_i[slot, HELD_BY]])
+
+    def held_by(self, flow: int) -> int:
+        """The link that gives the flow its rate: it is full, and no flow on it has a larger share. 0: no link does, but
+        the flow's own bound (or it has ended)."""
+        if (solo := self._solo.get(flow)) is not None:
+            return self._narrowest(solo)
+        if self._core_dirty:
+            self._solve()
+        slot = self._slot_of.get(flow, -1)
+        link = int(self._core.flow_i[slot, HELD_BY]) if slot >= 0 else 0
+        return link if slot >= 0 and link != self._bound_link_in[slot] else 0
+
+    def progress(self, flows: Sequence[int], at_s: float) -> tuple[list[float], list[int]]:
+        """Bytes that each flow has left at `at_s`, and the link that holds it (0 as above). `at_s` may lie ahead of the
+        clock, as long as nothing changes before. Flows that have ended have nothing left."""
+        if self._core_dirty:
+            self._solve()
+        left, holders = [0.0] * len(flows), [0] * len(flows)
+        in_core = [(place, slot) for place, flow in enumerate(flows) if (slot := self._slot_of.get(flow, -1)) >= 0]
+        slots = [slot for _, slot in in_core]
+        for (place, slot), bytes_left, link in zip(in_core, *held_at(self._core, slots, at_s), strict=True):
+            left[place] = bytes_left
+            holders[place] = 0 if link == self._bound_link_in[slot] else link
+        for place, flow in enumerate(flows):
+            if (solo := self._solo.get(flow)) is not None:
+                left[place] = max(0.0, solo.size_bytes - solo.rate * (at_s - solo.start_s))
+                holders[place] = self._narrowest(solo)
+        return left, holders
+
+    def _narrowest(self, solo: _Solo) -> int:
+        """The link that a flow alone is held by; 0 when its own bound is narrower."""
+        narrowest = min(solo.links, key=self._capacity.__getitem__, default=0)
+        return narrowest if self._capacity[narrowest] <= solo.bound else 0
 
     def solo_finish_s(self, flow: int) -> float:
         """When a flow that disturbs nobody will end if nobody comes; infinity for one that shares a link."""

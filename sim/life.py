@@ -84,6 +84,7 @@ class Life:
     # ----------------------------------------------------------------------------------------------- stated faults
     def _lay_on(self, fault: FaultPart, struck: Sequence[str], place: int) -> None:
         self._tell(fault, struck, begins=True)
+        self._links_will_change()
         for name, on in self._on_network(fault, struck):
             self.network.apply(self.fabric.now_s(), f"fault {place} {name}", on)
         self._links_changed()
@@ -96,6 +97,7 @@ class Life:
 
     def _lift(self, fault: FaultPart, struck: Sequence[str], place: int) -> None:
         self._tell(fault, struck, begins=False)
+        self._links_will_change()
         for name, _ in self._on_network(fault, struck):
             self.network.lift(self.fabric.now_s(), f"fault {place} {name}")
         self._links_changed()
@@ -147,6 +149,9 @@ class Life:
 
     def _index(self, name: str) -> int:
         return self.fabric.nodes[name].index
+
+    def _links_will_change(self) -> None:
+        cast(FlowCarrier, self.fabric.carrier).links_will_change()
 
     def _links_changed(self) -> None:
         cast(FlowCarrier, self.fabric.carrier).links_changed()

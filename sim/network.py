@@ -77,6 +77,7 @@ class _Line:
     capacity_bytes_per_s: float  # as stated, before payload efficiency
     faults: dict[str, LinkFault] = field(default_factory=dict)
     condition: Condition = WHOLE
+    down_since_s: float = 0.0  # when it last ceased to carry anything
 
 
 class Network:
@@ -121,6 +122,8 @@ class Network:
         self._disturbed: set[int] = set()  # links with message faults
         self._all_open = True
         self._lossy: set[int] = set()  # links with packet loss of their own
+        self.capacity_changes: list[tuple[float, int, float, float]] = []  # when, link, bytes/s before and after
+        self._partition_s: dict[str, float] = {}  # since when
         self._paths: dict[int, Path] = {}
         self._places: dict[tuple[str | None, tuple[str, ...]], Place] = {}
         self._middles: dict[tuple[Place, Place], Middle] = {}
@@ -234,11 +237,30 @@ class Network:
             here, there = self._nodes[a].place.region, self._nodes[b].place.region
             for name, partition in self._partitions.items():
                 if partition.cuts(here, there):
-                    return f"partition {name!r} cuts {here} off from {there}"
+                    return f"partition {name!r} cuts {here} off from {there}, since {self._partition_s[name]:.3f} s"
         for link in self.path(source, target, reply=reply).links if self._down else ():
             if link in self._down:
-                return f"{self._lines[link].name} is down"
+                return self._is_down(link)
         return None
+
+    def _is_down(self, link: int) -> str:
+        return f"{self._lines[link].name} is down, since {self._lines[link].down_since_s:.3f} s"
+
+    def link_name(self, link: int) -> str:
+        """What the link is called: 'uplink of NODE', 'downlink of site SITE', 'trunk out of REGION', 'border ...'."""
+        return self._lines[link].name
+
+    def links(self) -> list[int]:
+        """All links of nodes, sites, trunks and borders, in the order in which they were made."""
+        return list(self._lines)
+
+    def access(self, node: int) -> tuple[int, int]:
+        """The node's uplink and downlink."""
+        return self._nodes[node].up, self._nodes[node].down
+
+    def stalled(self, links: Sequence[int]) -> str | None:
+        """A sentence on the first of these links that carries nothing now; None when all do."""
+        return next((self._is_down(link) for link in links if self.engine.capacity(link) == 0.0), None)
 
     def _hops(self, source: int, target: int, reply: bool) -> list[int] | str:
         if self._all_open or source == target:
@@ -297,10 +319,12 @@ class Network:
     def _border(self, source: str, target: str) -> int:
         border = self._borders.get((source, target))
         if border is None:
-            closed = any(partition.cuts(source, target) for partition in self._partitions.values())
-            border = self.engine.add_link(0.0 if closed else BORDER_BYTES_PER_S)
+            closed_s = [self._partition_s[name] for name, p in self._partitions.items() if p.cuts(source, target)]
+            border = self.engine.add_link(0.0 if closed_s else BORDER_BYTES_PER_S)
             self._borders[source, target] = border
-            self._lines[border] = _Line(f"border from {source} to {target}", BORDER_BYTES_PER_S)
+            line = _Line(f"border from {source} to {target}", BORDER_BYTES_PER_S)
+            line.down_since_s = min(closed_s, default=0.0)
+            self._lines[border] = line
         return border
 
     # ------------------------------------------------------------ chance
@@ -350,7 +374,7 @@ class Network:
                 raise ValueError(
                     f"partition {name!r} needs a network built with borders=True, to stop what is under way"
                 )
-            self._partitions[name] = fault
+            self._partitions[name], self._partition_s[name] = fault, now_s
             self._close_borders(now_s)
         else:
             for link in self._links_of(fault):
@@ -425,9 +449,18 @@ class Network:
         (self._down.discard if condition.working else self._down.add)(link)
         (self._disturbed.add if condition.disturbs_messages else self._disturbed.discard)(link)
         whole = line.capacity_bytes_per_s * self.transport.payload_efficiency
-        self.engine.set_capacity(now_s, link, whole * condition.bandwidth_factor if condition.working else 0.0)
+        self._set_capacity(now_s, link, whole * condition.bandwidth_factor if condition.working else 0.0)
 
     def _close_borders(self, now_s: float) -> None:
         for (source, target), border in self._borders.items():
             closed = any(partition.cuts(source, target) for partition in self._partitions.values())
-            self.engine.set_capacity(now_s, border, 0.0 if closed else BORDER_BYTES_PER_S)
+            self._set_capacity(now_s, border, 0.0 if closed else BORDER_BYTES_PER_S)
+
+    def _set_capacity(self, now_s: float, link: int, after: float) -> None:
+        before = self.engine.capacity(link)
+        if after == before:
+            return
+        if after == 0.0:
+            self._lines[link].down_since_s = now_s
+        self.capacity_changes.append((now_s, link, before, after))
+        self.engine.set_capacity(now_s, link, after)

@@ -236,11 +236,11 @@ JOB, BALES = (Job(5.0),), tuple(Bale(Blob(125_000_000, str(i))) for i in range(3
 REASONS: list[tuple[tuple[Message, ...], str, Callable[[Any], None], str]] = [
     (JOB, "b", lambda fabric: None, "device of b busy until 5.002 s"),
     (JOB, "c", lambda fabric: None, "c itself waits for b to answer Job, since 0.002 s"),
-    (BALES, "b", lambda fabric: None, "uplink of a shared by 3 flows"),
-    (BALES[:1], "b", lambda fabric: None, "uplink of a shared by 1 flow"),
+    (BALES, "b", lambda fabric: None, "uplink of node 0 shared by 3 flows, 333.3 Mbit/s for it"),
+    (BALES[:1], "b", lambda fabric: None, "uplink of node 0 shared by 1 flow, 1000 Mbit/s for it"),
     (JOB, "b", hung, "b hangs"),
     (JOB, "b", down, "b is down"),
-    (BALES, "b", cut, "downlink of node 1 is down"),
+    (BALES, "b", cut, "downlink of node 1 is down, since 0.500 s"),
 ]
 
 

@@ -311,7 +311,7 @@ def test_a_line_down_one_way_stalls_that_way_only_and_says_so() -> None:
     there, back = send(network, 0, 2, 1e6), send(network, 2, 0, 1e6)
     network.apply(0.5, "cut", LinkFault(node=0, direction="up", working=False))
     assert (network.engine.rate(there), network.engine.rate(back)) == (0.0, 1e6)
-    assert network.unreachable(0, 2) == "uplink of node 0 is down"
+    assert network.unreachable(0, 2) == "uplink of node 0 is down, since 0.500 s"
     assert network.unreachable(2, 0) is None
     network.lift(10.0, "cut")
     assert network.unreachable(0, 2) is None
@@ -346,7 +346,7 @@ def test_a_partition_stops_what_is_under_way_and_heals() -> None:
     network = two_regions(borders=True)
     across, inside, other = send(network, 0, 2, 1e6), send(network, 1, 0, 1e6), send(network, 3, 2, 1e6)
     network.apply(0.25, "split", Partition(regions=frozenset({"eu"})))
-    assert network.unreachable(0, 2) == "partition 'split' cuts eu off from us"
+    assert network.unreachable(0, 2) == "partition 'split' cuts eu off from us, since 0.250 s"
     assert network.unreachable(2, 1) is not None and network.unreachable(0, 1) is None
     assert sorted(flow for flow, _ in network.engine.advance(9.0)) == [inside, other]
     late = send(network, 2, 1, 1e6, now_s=9.0)  # a border first crossed during the partition is closed too
