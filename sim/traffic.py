@@ -18,7 +18,7 @@ ones, each with "name", "held_s" (sum over the transfers that it held), "use" (m
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -55,21 +55,15 @@ class Traffic:
         self.until_ns = self.bin_ns  # end of the open bin
         self.held_ns: Counter[tuple[int, int, int]] = Counter()  # (source, target, link); (-1, -1, link) for the rest
         self.end_ns = 0
-        self._open = [0.0]  # bytes in the open bin by link; of link 0, which is none: all messages
+        self._open: defaultdict[int, float] = defaultdict(float)  # bytes by link in the open bin; link 0: all messages
         self._bins = np.zeros((BINS_MAX, 1))  # [bin, link]
 
     def add(self, links: tuple[int, ...], size_bytes: float) -> None:
         """So much travelled over these links, in the open bin."""
         carried = self._open
         carried[0] += size_bytes
-        try:
-            for link in links:
-                carried[link] += size_bytes
-        except IndexError:
-            first = next(place for place, link in enumerate(links) if link >= len(carried))
-            carried.extend([0.0] * (max(links) + 1 - len(carried)))
-            for link in links[first:]:  # those before it have been counted
-                carried[link] += size_bytes
+        for link in links:
+            carried[link] += size_bytes
 
     def book(self, now_ns: int, transfers: Mapping[int, Transfer], *, closing: bool = False) -> None:
         """Close the open bin, and those up to now. To be called at the first change after `until_ns`, before it. When
@@ -118,15 +112,18 @@ class Traffic:
 
     def _flush(self, start_ns: int, end_ns: int) -> None:
         """What is in the open bin belongs, evenly, to the time from start to end."""
-        if not self._open[0]:
+        if not self._open:
             return
-        carried = np.array(self._open)
-        self._open = [0.0] * len(carried)
-        if len(carried) > self._bins.shape[1]:
-            self._bins = np.pad(self._bins, ((0, 0), (0, len(carried) - self._bins.shape[1])))
+        links, carried = np.array(list(self._open)), np.array(list(self._open.values()))
+        self._open.clear()
+        if (more := int(links.max()) + 1 - self._bins.shape[1]) > 0:
+            self._bins = np.pad(self._bins, ((0, 0), (0, more + self._bins.shape[1])))
         first, last = start_ns // self.bin_ns, (end_ns - 1) // self.bin_ns
+        if first == last:
+            self._bins[first, links] += carried
+            return
         edges = np.clip(np.arange(first, last + 2) * self.bin_ns, start_ns, end_ns)
-        self._bins[first : last + 1] += np.outer(np.diff(edges) / (end_ns - start_ns), carried)
+        self._bins[first : last + 1, links] += np.outer(np.diff(edges) / (end_ns - start_ns), carried)
 
     def _widen(self) -> None:
         self.bin_ns *= 2
