@@ -1,7 +1,7 @@
 """`report.html`: one self-contained file about a run, that opens anywhere and asks nothing of the network.
 
-Summary, map of nodes by region, link and device use over time, detections, bottlenecks. Everything in it is made from
-the run's own files, and every number it shows stands in `summary.json`, `waits.json` or `traffic.json`.
+Summary, map of nodes by region, link and device use over time, detections, bottlenecks, promises checked. Everything in
+it is made from the run's own files, and every number it shows stands in `summary.json`, `waits.json` or `traffic.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sim.curves import checks_table, device_curves, link_curves
 from sim.record import read_events
 
 SECOND_NS = 1_000_000_000
@@ -36,7 +37,8 @@ th:first-child,td:first-child{text-align:left}tr:nth-child(even){background:#f6f
 .tiles{display:flex;flex-wrap:wrap;gap:1rem;margin:1rem 0}
 .tile{background:#f3f5f7;border-radius:8px;padding:.6rem 1rem;min-width:9rem}
 .tile b{display:block;font-size:1.35rem}svg{width:100%;height:auto;background:#fbfcfd;border:1px solid #e3e6e8}
-img{max-width:100%}svg text{font:11px system-ui,sans-serif}
+img{max-width:100%}svg.curve{margin:.2rem 0}.words td,.words th{text-align:left;vertical-align:top}
+svg text{font:11px system-ui,sans-serif}
 """
 
 
@@ -53,10 +55,13 @@ def write_report(folder: Path) -> Path:
         _behaviours(summary),
         _section("Where the nodes are", _map(places)),
         _section("Devices at work", _device_use(events, summary)),
+        _section("Device classes", _class_use(traffic, _optional(folder / "replay.json"))),
         _section("Bytes on the links", _link_use(traffic)),
+        _section("Links that held transfers up, and the fullest", link_curves(traffic) if traffic else ""),
         _section("Who waited for whom", _waits(waits)),
         _section("Scores", _picture(folder / "scores.png", "score distributions with the thresholds drawn")),
         _section("Detections", _picture(folder / "detections.png", "rejected submissions over virtual time")),
+        _section("Promises checked", checks_table(summary.get("checks", ()))),
         f'<p class="note">Seed {summary["seed"]}; events.jsonl has SHA-256 {summary["events_sha256"]}.</p>',
         "</body></html>",
     ]
@@ -213,6 +218,13 @@ def _link_use(traffic: Any) -> str:
     table = f"<table><tr><th>most sent by</th><th>MB sent</th><th>MB received</th></tr>{rows}</table>"
     total = f"<p>{traffic['total_bytes'] / 1e6:.3f} MB in all.</p>"
     return total + _area(traffic["mbit_s"], traffic["bin_s"], "Mbit/s", "#3a7d44") + table
+
+
+def _class_use(traffic: Any, replay: Any) -> str:
+    """Of each class of devices, how many were at work."""
+    if not traffic or not replay or "devices" not in traffic:
+        return ""
+    return device_curves(traffic["devices"], replay["scenario"]["nodes"])
 
 
 def _waits(waits: Any) -> str:

@@ -13,7 +13,7 @@ the holder at a transfer's start and at each look.
 `traffic.json`: {"bin_s", "end_s", "mbit_s" (all that travelled, per bin), "total_bytes", "sent_bytes" and
 "received_bytes" (of the busiest access lines), "links": the links that held transfers up the longest and the most used
 ones, each with "name", "held_s" (sum over the transfers that it held), "use" (mean share of its capacity), "mbit_s" and
-"capacity_mbit_s" per bin}.
+"capacity_mbit_s" per bin, "devices": {"bin_s", "end_s", "at_work": how many devices of each group worked, per bin}}.
 """
 
 from __future__ import annotations
@@ -32,6 +32,43 @@ LINKS_SHOWN = 12
 NODES_SHOWN = 20
 PAIRS_MAX = 200_000
 """Of so many (sender, receiver, link) it is known for how long one held up the other two; of more, only the link."""
+
+
+class Work:
+    """How many devices of each group were at work, over time. Work is booked when it is asked for, until it is done."""
+
+    def __init__(self) -> None:
+        self.bin_ns = 1_000_000  # 1 ms to begin with
+        self.end_ns = 0
+        self._busy_ns: dict[str, Counter[int]] = {}
+
+    def add(self, group: str, start_ns: int, end_ns: int) -> None:
+        """A device of this group works from start to end."""
+        self.end_ns = max(self.end_ns, end_ns)
+        while end_ns // self.bin_ns >= BINS_MAX:
+            self.bin_ns *= 2
+            for name, busy_ns in self._busy_ns.items():
+                halved = self._busy_ns[name] = Counter()
+                for place, duration_ns in busy_ns.items():
+                    halved[place // 2] += duration_ns
+        bins = self._busy_ns.setdefault(group, Counter())
+        for place in range(start_ns // self.bin_ns, end_ns // self.bin_ns + 1):
+            low_ns, high_ns = place * self.bin_ns, (place + 1) * self.bin_ns
+            bins[place] += min(end_ns, high_ns) - max(start_ns, low_ns)
+
+    def as_json(self) -> dict[str, Any]:
+        """Devices at work, per group and bin."""
+        widths_ns = [
+            min(self.bin_ns, self.end_ns - place * self.bin_ns) for place in range(-(-self.end_ns // self.bin_ns))
+        ]
+        return {
+            "bin_s": self.bin_ns / SECOND_NS,
+            "end_s": self.end_ns / SECOND_NS,
+            "at_work": {
+                group: [round(bins[place] / width_ns, 6) for place, width_ns in enumerate(widths_ns)]
+                for group, bins in sorted(self._busy_ns.items())
+            },
+        }
 
 
 class Transfer(Protocol):
@@ -55,6 +92,7 @@ class Traffic:
         self.until_ns = self.bin_ns  # end of the open bin
         self.held_ns: Counter[tuple[int, int, int]] = Counter()  # (source, target, link); (-1, -1, link) for the rest
         self.end_ns = 0
+        self.work = Work()  # of the devices at the links' ends
         self._open: defaultdict[int, float] = defaultdict(float)  # bytes by link in the open bin; link 0: all messages
         self._bins = np.zeros((BINS_MAX, 1))  # [bin, link]
 
@@ -176,6 +214,7 @@ class Traffic:
             "sent_bytes": {name: count for name, count in sent.most_common(NODES_SHOWN) if count},
             "received_bytes": {name: count for name, count in received.most_common(NODES_SHOWN) if count},
             "links": self._links(totals, widths_s),
+            "devices": self.work.as_json(),
         }
 
     def _links(self, totals: np.ndarray, widths_s: np.ndarray) -> list[dict[str, Any]]:

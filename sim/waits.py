@@ -21,6 +21,8 @@ SECOND_NS = 1_000_000_000
 OPEN_MAX = 1000
 TASKS_MAX = 1000
 HELD_SHOWN = 5
+HELD_MIN_NS = 1_000_000
+"""Links that held transfers for less are not worth a word."""
 LOST_AFTER_S = 120.0
 """A message that is on no link and has not come after so long was lost: no delay of a path is near that."""
 
@@ -97,7 +99,11 @@ def held_up(fabric: SimFabric, watch: Watch) -> dict[tuple[str, str], list[dict[
             by_pair.setdefault(pair, Counter())[link] += held_ns
     name = carrier.network.link_name
     return {
-        pair: [{"link": name(link), "held_s": held_ns / SECOND_NS} for link, held_ns in links.most_common(HELD_SHOWN)]
+        pair: [
+            {"link": name(link), "held_s": held_ns / SECOND_NS}
+            for link, held_ns in links.most_common(HELD_SHOWN)
+            if held_ns >= HELD_MIN_NS
+        ]
         for pair, links in by_pair.items()
     }
 

@@ -21,6 +21,7 @@ from typing import Any, cast
 from simpy.events import Event
 
 from refimpl.messages import Message
+from sim.carrier import FlowCarrier
 from sim.trace import Trace
 from sim.world import SimWorld
 
@@ -145,6 +146,8 @@ class Watch:
 
     def computed(self, node: SimWorld, work: str, start_ns: int, end_ns: int) -> None:
         """The node's device has taken on a piece of work."""
+        if isinstance(carrier := node.fabric.carrier, FlowCarrier):
+            carrier.traffic.work.add(self.group(node.name), start_ns, end_ns)
         if self.trace is not None:
             self.trace.compute(node, work, start_ns, end_ns)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sim.curves import checks_table
+from sim.record import read_events
 from sim.report import percent, write_report
 from sim.run import RunResult, run_scenario
 from sim.scenario import load_scenario
@@ -84,3 +86,44 @@ def test_what_the_scenario_says_is_shown_as_text_never_as_markup(result: RunResu
         assert "<script" not in text and "&lt;script&gt;" in text
     finally:
         path.write_text(original, encoding="utf-8")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_shows_a_curve_per_bottleneck_and_device_class_and_every_check(result: RunResult) -> None:
+    page = result.folder / "report.html"
+    command = [str(CHROMIUM), *FLAGS, "--dump-dom", page.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    curves = re.findall(r'<svg class="curve".*?</svg>', dom, re.DOTALL)
+    drawn = {html.unescape(re.findall(r"<text[^>]*>(.*?)</text>", curve)[0]): curve for curve in curves}
+    traffic = json.loads((result.folder / "traffic.json").read_text(encoding="utf-8"))
+    nodes = json.loads((result.folder / "replay.json").read_text(encoding="utf-8"))["scenario"]["nodes"]
+    for link in traffic["links"]:
+        assert f"largest {max(link['mbit_s']):.4g} of {max(link['capacity_mbit_s']):.4g} Mbit/s" in drawn[link["name"]]
+        assert f"held transfers for {link['held_s']:.4g} s" in drawn[link["name"]]
+    for group in traffic["devices"]["at_work"]:
+        (device,) = [node["device"] for node in nodes if node["name"] == group]
+        count = sum(node["count"] for node in nodes if node["device"] == device)
+        assert "devices at work" in drawn[f"{device} ({count})"]
+    assert len(traffic["links"]) > 5 and len(curves) > len(traffic["links"])
+    summary = json.loads((result.folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["checks"]
+    for check in summary["checks"]:
+        row = re.search(rf"<tr[^>]*><td>{check['checker']}</td>.*?</tr>", dom)
+        assert row is not None and "<td>passed</td>" in row.group(), check["checker"]
+
+
+def test_the_work_of_devices_is_what_the_log_says(result: RunResult) -> None:
+    use = json.loads((result.folder / "traffic.json").read_text(encoding="utf-8"))["devices"]
+    widths = [
+        min(use["bin_s"], use["end_s"] - i * use["bin_s"]) for i in range(len(next(iter(use["at_work"].values()))))
+    ]
+    drawn_s = sum(sum(a * b for a, b in zip(busy, widths, strict=True)) for busy in use["at_work"].values())
+    log = read_events(result.folder / "events.jsonl")
+    assert drawn_s == pytest.approx(
+        sum(e["end_ns"] - e["start_ns"] for e in log if e["kind"] == "compute") / 1e9, rel=1e-4
+    )
+
+
+def test_a_broken_promise_is_shown_with_its_sentence() -> None:
+    table = checks_table([{"class": "crash", "checker": "c", "promise": "p", "violations": ["<a> fell", "b fell"]}])
+    assert "2 violations" in table and "&lt;a&gt; fell<br>b fell" in table and 'class="cheat"' in table
