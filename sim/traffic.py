@@ -56,8 +56,10 @@ class Work:
             low_ns, high_ns = place * self.bin_ns, (place + 1) * self.bin_ns
             bins[place] += min(end_ns, high_ns) - max(start_ns, low_ns)
 
-    def as_json(self) -> dict[str, Any]:
-        """Devices at work, per group and bin."""
+    def as_json(self, end_ns: int) -> dict[str, Any]:
+        """Devices at work, per group and bin, until the run's end (or that of work begun before it)."""
+        for group in sorted(self._busy_ns)[:1]:
+            self.add(group, end_ns, end_ns)
         widths_ns = [
             min(self.bin_ns, self.end_ns - place * self.bin_ns) for place in range(-(-self.end_ns // self.bin_ns))
         ]
@@ -214,7 +216,7 @@ class Traffic:
             "sent_bytes": {name: count for name, count in sent.most_common(NODES_SHOWN) if count},
             "received_bytes": {name: count for name, count in received.most_common(NODES_SHOWN) if count},
             "links": self._links(totals, widths_s),
-            "devices": self.work.as_json(),
+            "devices": self.work.as_json(self.end_ns),
         }
 
     def _links(self, totals: np.ndarray, widths_s: np.ndarray) -> list[dict[str, Any]]:

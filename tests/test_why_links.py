@@ -25,12 +25,12 @@ NS = 1_000_000_000
 
 @wire
 @dataclass(frozen=True)
-class Crate(Message):
+class Hogshead(Message):
     blob: Blob
 
 
 class Swarm:
-    """a and b in the east, on a campus; c and d in the west; everybody takes crates. Lines of nodes: 80 Mbit/s."""
+    """a and b in the east, on a campus; c and d in the west; everybody takes loads. Lines of nodes: 80 Mbit/s."""
 
     def __init__(self, *, campus_mbit_s: float = 800.0, trunk_mbit_s: float = 800.0, loss: float = 0.0) -> None:
         self.network = Network(regions={("e", "e"): 0.0, ("e", "w"): 20.0, ("w", "w"): 0.0}, borders=True)
@@ -42,17 +42,17 @@ class Swarm:
         self.watch = self.fabric.watch = Watch()
         for name, region, sites in (("a", "e", ["campus"]), ("b", "e", ["campus"]), ("c", "w", []), ("d", "w", [])):
             node = self.fabric.node(name)
-            node.serve({Crate: self.take})
+            node.serve({Hogshead: self.take})
             self.network.add_node(
                 name=name, region=region, sites=sites, uplink_mbit_s=80.0, downlink_mbit_s=80.0, loss_fraction=loss
             )
 
-    async def take(self, source: str, crate: Crate) -> Message:
+    async def take(self, source: str, load: Hogshead) -> Message:
         return Ok()
 
     def send(self, source: str, target: str, megabytes: int = 1000) -> None:
         async def call() -> None:
-            await self.fabric.nodes[source].call(target, Crate(Blob(megabytes * 1_000_000, source + target)), 1e5)
+            await self.fabric.nodes[source].call(target, Hogshead(Blob(megabytes * 1_000_000, source + target)), 1e5)
 
         self.fabric.nodes[source].spawn(call(), "call")
 
@@ -120,7 +120,7 @@ def told(swarm: Swarm, folder: Path, until_s: float) -> str:
 
 
 def test_why_adds_up_which_links_held_transfers_up_in_a_finished_run(tmp_path: Path) -> None:
-    """Two of 100 MB at 30 Mbit/s over the trunk: 26.667 s each; one of 100 MB at what b's leaves of d's line, 50: 16 s."""
+    """Two of 100 MB at 30 Mbit/s over the trunk: 26.667 s each; a third has 50 of d's line: 16 s."""
     swarm = Swarm(trunk_mbit_s=60.0)
     swarm.send("a", "c", 100)
     swarm.send("b", "d", 100)
