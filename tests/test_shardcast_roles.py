@@ -4,89 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any
 
 import pytest
 
 from refimpl.attacks.relays import SPOILS
-from refimpl.identity import Identity, verify
+from refimpl.identity import Identity
 from refimpl.messages import Blob
-from refimpl.shardcast.client import Client
 from refimpl.shardcast.layout import Layout
-from refimpl.shardcast.origin import Origin, virtual_shards
-from refimpl.shardcast.puller import POLICIES, PullerConfig
-from refimpl.shardcast.relay import Relay
-from refimpl.shardcast.serving import ServingConfig
-from refimpl.shardcast.shelf import MemoryStore
+from refimpl.shardcast.origin import virtual_shards
+from refimpl.shardcast.puller import POLICIES
 from refimpl.worlds.http import HttpFabric
+from tests.shardcast_tree import LAYOUT, Tree
 from tests.worlds import sim_fabric
-
-KEY = Identity.from_seed(1, "origin")
-LAYOUT = Layout(names=("model.safetensors",), sizes_bytes=(1_050_000,), shard_bytes=100_000)
-
-
-class Tree:
-    """origin → relays → clients, on some fabric. `notes` are all journal entries."""
-
-    def __init__(
-        self, fabric: Any, *, relays: int = 2, clients: int = 2, spoil: dict[int, str] | None = None,
-        policy: str = "expected-finish", origin_key: str = KEY.public_key, virtual: bool = True,
-    ) -> None:  # fmt: skip
-        self.fabric = fabric
-        self.notes: list[tuple[str, str, dict[str, Any]]] = []
-        names = [f"relay{i}" for i in range(relays)]
-        self.worlds = {name: fabric.node(name) for name in ["origin", *names, *(f"client{i}" for i in range(clients))]}
-        served = ServingConfig(below=tuple(names), virtual=virtual)
-        self.origin = Origin(self.worlds["origin"], "run", KEY, verify, served, MemoryStore(), self._journal("origin"))
-        self.origin.serve()
-        below = tuple(f"client{i}" for i in range(clients))
-
-        def pulling(sources: tuple[str, ...]) -> PullerConfig:
-            return PullerConfig(
-                sources=sources, origin="origin", origin_key=origin_key, policy=policy, news_patience_s=0.5,
-                news_interval_s=0.01, retry_s=0.1,
-            )  # fmt: skip
-
-        self.relays = []
-        for i, name in enumerate(names):
-            chosen = SPOILS[spoil[i]] if spoil and i in spoil else None
-            relay = Relay(
-                self.worlds[name], pulling(("origin",)), ServingConfig(below=below, virtual=virtual), MemoryStore(),
-                verify, self._journal(name), chosen,
-            )  # fmt: skip
-            relay.serve()
-            self.relays.append(relay)
-        self.clients = []
-        for name in below:
-            client = Client(
-                self.worlds[name],
-                pulling(tuple(names)),
-                MemoryStore(),
-                verify,
-                last_version=99,
-                journal=self._journal(name),
-            )
-            client.serve()
-            self.clients.append(client)
-
-    def _journal(self, node: str) -> Any:
-        return lambda kind, /, **fields: self.notes.append((node, kind, fields))
-
-    def start(self) -> None:
-        for role in (*self.relays, *self.clients):
-            role.world.spawn(role.run(), "pull")
-
-    async def all_have(self, version: int, patience_s: float = 60.0) -> bool:
-        world = self.worlds["origin"]
-        until = world.now() + patience_s
-        while world.now() < until:
-            if all(version in client.complete for client in self.clients):
-                return True
-            await world.sleep(0.05)
-        return False
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [{"node": node, **fields} for node, noted, fields in self.notes if noted == kind]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

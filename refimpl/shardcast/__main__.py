@@ -37,11 +37,12 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this machine")
         made.add_argument("--port", type=int, default=0, help="0: any free one, printed")
         made.add_argument("--keep", type=int, default=5, help="versions to keep")
+        made.add_argument("--compat", choices=["blake3", "sha256"], help="serve shardcast 0.3.2's layout, too")
         made.add_argument("--client-mb-s", type=float, default=250.0, help="MB/s that one client may take")
 
     def pulling(made: argparse.ArgumentParser) -> None:
         made.add_argument("sources", nargs="+", help="http://HOST:PORT of relays, or of the origin")
-        made.add_argument("--origin-key", required=True, help="the origin's public key, or the file that holds it")
+        made.add_argument("--origin-key", default="", help="the origin's public key, or the file that holds it")
         made.add_argument("--origin", default="", help="URL of the origin, to complain to (default: through relays)")
         made.add_argument("--policy", choices=list(POLICIES), default="expected-finish", help="how relays are chosen")
         made.add_argument("--connections", type=int, default=10, help="transfers at once")
@@ -78,6 +79,9 @@ def parser() -> argparse.ArgumentParser:
     pull.add_argument("--version", type=int, default=0, help="wait for this version or a newer one")
     pull.add_argument("--out", type=Path, help="let the file (of a version with one) appear here as well")
     pull.add_argument("--keep", type=int, default=2, help="versions to keep")
+    pull.add_argument(
+        "--compat", choices=["blake3", "sha256"], help="the sources are shardcast 0.3.2's: the file goes to --out"
+    )
     pull.add_argument("--patience-s", type=float, default=600.0, help="give up when nothing has come for so long")
 
     push = command("push", "Tell a running origin to broadcast a file or folder (by a path that it sees, too).")

@@ -12,6 +12,8 @@ import struct
 import numpy as np
 import pyarrow as pa
 
+from refimpl.shardcast.document import DeltaError
+
 CHUNK_BYTES_MAX = 1 << 24
 ZSTD_LEVEL = 1
 
@@ -19,10 +21,6 @@ SAME, RAW, SPARSE, PLANES = 0, 1, 2, 3  # codings of a chunk
 CODING_NAMES = ("same", "raw", "sparse", "planes")
 
 _LENGTHS = struct.Struct("<II")  # of one stream: raw, coded (equal: stored as it is)
-
-
-class DeltaError(ValueError):
-    """Bytes that are no increment, or not one of this base. Takes the sentence that says why."""
 
 
 # ----------------------------------------------------------------------------------------------------- zstd, bounded

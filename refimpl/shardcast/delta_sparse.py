@@ -27,7 +27,7 @@ import struct
 import numpy as np
 from numba import njit
 
-from refimpl.shardcast.delta_codec import DeltaError
+from refimpl.shardcast.document import DeltaError
 
 CLASSES = 24
 _MASK = struct.Struct("<I")  # bit c: class c has changes

@@ -19,7 +19,6 @@ from refimpl.messages import Blob
 from refimpl.shardcast.assembly import Assembly
 from refimpl.shardcast.disk import StoreError, boot_id, full_disk_named, read_blocks
 from refimpl.shardcast.document import ManifestError
-from refimpl.shardcast.increment import IncrementApplier, write_increment
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import Header, Manifest, Verify
 from refimpl.shardcast.shelf import INCREMENT_NAME, Shelf
@@ -275,6 +274,10 @@ class DiskStore:
         return [f"{problem.path}: {problem.reason}" for problem in self.versions.clean()]
 
     def make_increment(self, base: Manifest, target: Manifest, shard_bytes: int) -> tuple[Layout, Any]:
+        from refimpl.shardcast.increment import (
+            write_increment,  # compiled code: a third of a process's start and memory
+        )
+
         path = self.root / f"{SCRATCH}{base.version}-{target.version}"
         try:
             size = write_increment(self.versions, base, target, path)
@@ -284,6 +287,8 @@ class DiskStore:
         return Layout(names=(INCREMENT_NAME,), sizes_bytes=(size,), shard_bytes=shard_bytes), [path]
 
     def apply_increment(self, increment: Manifest, base: Manifest, target: Manifest, shelf: Shelf) -> list[int]:
+        from refimpl.shardcast.increment import IncrementApplier  # as above
+
         assert isinstance(shelf, DiskShelf)
         with shelf._growing() as assembly:
             if assembly is None:

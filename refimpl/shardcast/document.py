@@ -22,6 +22,10 @@ class ManifestError(ValueError):
     """A document that is not what it should be. Takes the sentence that says why."""
 
 
+class DeltaError(ValueError):
+    """Bytes that are no increment, or not one of this base. Takes the sentence that says why."""
+
+
 def check_name(name: object, what: str) -> str:
     """A label of one path component: letters, digits, `_`, `.`, `-`, not led by `.` or `-`, at most 128 characters."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):

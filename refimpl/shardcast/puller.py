@@ -20,9 +20,8 @@ from refimpl.journal import Journal, silent
 from refimpl.messages import Blob
 from refimpl.shardcast.carry import CallCarrier, Carrier, NotYet, WrongSize
 from refimpl.shardcast.choice import ExpectedFinish, MovingAverage, RelayChoice
-from refimpl.shardcast.delta_codec import DeltaError
 from refimpl.shardcast.disk import ShardMismatch, StoreError
-from refimpl.shardcast.document import ManifestError
+from refimpl.shardcast.document import DeltaError, ManifestError
 from refimpl.shardcast.fetch import Fetch, FetchPlan, FetchRules
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.known import Known
@@ -35,6 +34,8 @@ from refimpl.world import CallError, World
 
 LOOK_AGAIN_S = 1e-3
 """Least pause before the plan is asked again, so that rounding cannot make it be asked for ever in one instant."""
+ASKED_AT_ONCE = 2
+"""Sources that are asked for news at the same time: one that keeps it back does not leave us blind."""
 COMPLAIN_TO = 3
 """Sources that hear of a wrong shard when the origin's address is not known."""
 APPLY_AS_HASH = 5.0
@@ -138,7 +139,9 @@ class Puller:
         heard.set()
 
     async def run(self) -> None:
-        self.world.spawn(self._follow(), "news")
+        first = int(self.world.rng.integers(len(self.config.sources)))
+        for turn in range(min(ASKED_AT_ONCE, len(self.config.sources))):
+            self.world.spawn(self._follow(first + turn), "news")
         while not self.stopped.is_set():
             wake = self._wake
             wait_s = self._start_fetches()
@@ -149,9 +152,8 @@ class Puller:
         wake.set()
 
     # -------------------------------------------------------------------------------------------------------- news
-    async def _follow(self) -> None:
+    async def _follow(self, turn: int) -> None:
         """Ask one source after another what is new, for as long as this node lives."""
-        turn = int(self.world.rng.integers(len(self.config.sources)))
         while not self.stopped.is_set():
             source = self.config.sources[turn % len(self.config.sources)]
             try:
@@ -159,14 +161,17 @@ class Puller:
                 news = await self.world.call(source, question, self.config.news_timeout_s)
                 self._learn(news)
                 self.asked = True
+                if news.version < self.known.have:
+                    self.journal("behind", source=source, version=news.version)
+                    turn += ASKED_AT_ONCE
             except (CallError, ManifestError, StoreError) as error:
                 self.trouble = str(error)
                 self.no_room = isinstance(error, StoreError)
                 self.journal("no_news", source=source, reason=str(error))
-                turn += 1
+                turn += ASKED_AT_ONCE
                 await self._heard.wait(self.config.retry_s)
             if self.known.up_to_date:
-                turn += 1  # nothing under way: spread the asking
+                turn += ASKED_AT_ONCE  # nothing under way: spread the asking
             if not self.stopped.is_set():
                 await self._heard.wait(self.config.news_interval_s)
 

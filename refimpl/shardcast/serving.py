@@ -56,6 +56,7 @@ class ShardServer:
         self.increments: dict[tuple[int, int], Hoard] = {}  # by (base, target)
         self.holders = Holders()
         self.leases = Leases(config.leases)
+        self.on_change: Callable[[], None] = lambda: None  # who else wants to know
         self._by_id: dict[str, Hoard] = {}
         self._news = world.signal()
         self._serving = Serving(config.limits)
@@ -105,6 +106,7 @@ class ShardServer:
         """There are more entries, shards or a manifest than before: whoever waits for news is told."""
         news, self._news = self._news, self.world.signal()
         news.set()
+        self.on_change()
 
     # --------------------------------------------------------------------------------------------------------- news
     async def tell(self, source: str, message: AskNews) -> Message:

@@ -65,6 +65,8 @@ class Offer:
     drips: Callable[[int, float], bool]  # (bytes, seconds) -> the reader is too slow to be served
 
 
+TakeView = Callable[[memoryview], bool]
+"""Keeps the next piece (it is only lent). False: no more is wanted."""
 Lookup = Callable[[str, str], Awaitable[Offer]]
 """`await lookup(client's name, NAME)`. Raises Missing, or Refused for a client that takes too much."""
 
@@ -163,7 +165,13 @@ class FileReceiver:
         self._open: dict[tuple[int, str], http.client.HTTPConnection] = {}  # by thread and server
         self._lock = threading.Lock()
 
-    async def get(self, base_url: str, path: str, offset: int, size: int, take: Callable[[memoryview], bool]) -> int:
+    async def get_whole(self, base_url: str, path: str, take: TakeView, *, bytes_max: int) -> int:
+        """The same for a server that knows no ranges: all of `path`, which says its length and has at most `bytes_max`.
+        Returns the status: 200, or one that says why there is nothing."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._get_whole, base_url, path, take, bytes_max)
+
+    async def get(self, base_url: str, path: str, offset: int, size: int, take: TakeView) -> int:
         """Hand bytes [offset, offset + size) of `path` to `take` (in another thread), until it says False. Returns the
         status: 206, or one that says why there are none. Raises Timeout, Unreachable, Refused, WrongLength."""
         loop = asyncio.get_running_loop()
@@ -178,7 +186,7 @@ class FileReceiver:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------- in a thread
-    def _get(self, base_url: str, path: str, offset: int, size: int, take: Callable[[memoryview], bool]) -> int:
+    def _get(self, base_url: str, path: str, offset: int, size: int, take: TakeView) -> int:
         key = (threading.get_ident(), base_url)
         reused, begun = key in self._open, False
 
@@ -202,9 +210,40 @@ class FileReceiver:
             self._drop(key)
             raise _translated(error, base_url, self._stall_s) from error
 
-    def _exchange(
-        self, key: tuple[int, str], path: str, offset: int, size: int, take: Callable[[memoryview], bool]
-    ) -> int:
+    def _get_whole(self, base_url: str, path: str, take: TakeView, bytes_max: int) -> int:
+        key = (threading.get_ident(), base_url)
+        try:
+            connection = self._connection(key)
+            connection.request("GET", path, headers={SOURCE_HEADER: self._name, "Accept-Encoding": "identity"})
+            response = connection.getresponse()
+            if response.status == 200:
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if response.length is None or response.length > bytes_max or encoding != "identity":
+                    raise WrongLength(f"{base_url}{path} has {response.length} bytes ({encoding}), at most {bytes_max}")
+                self._receive(response, base_url, response.length, take)
+            return response.status
+        except WrongLength:
+            raise
+        except Exception as error:
+            raise _translated(error, base_url, self._stall_s) from error
+        finally:
+            self._drop(key)  # such servers close the connection anyway
+
+    @staticmethod
+    def _receive(response: http.client.HTTPResponse, server: str, size: int, take: TakeView) -> bool:
+        """Hand exactly `size` bytes to `take`. False: it wanted no more."""
+        buffer = memoryview(bytearray(max(1, min(RECEIVE_BYTES, size))))
+        left = size
+        while left:
+            count = response.fp.readinto1(buffer[: min(left, len(buffer))])
+            if count <= 0:
+                raise ConnectionAbortedError(f"{server} ended {left} bytes early")
+            left -= count
+            if not take(buffer[:count]):
+                return False
+        return True
+
+    def _exchange(self, key: tuple[int, str], path: str, offset: int, size: int, take: TakeView) -> int:
         connection = self._connection(key)
         headers = {
             SOURCE_HEADER: self._name,
@@ -224,16 +263,9 @@ class FileReceiver:
             self._drop(key)
             raise Refused(text or f"{key[1]} answered with status {response.status}")
         _check_range(response, key[1], offset, size)
-        buffer = memoryview(bytearray(min(RECEIVE_BYTES, size)))
-        left = size
-        while left:
-            count = response.fp.readinto1(buffer[: min(left, len(buffer))])
-            if count <= 0:
-                raise ConnectionAbortedError(f"{key[1]} ended {left} bytes early")
-            left -= count
-            if not take(buffer[:count]):
-                self._drop(key)
-                return 206
+        if not self._receive(response, key[1], size, take):
+            self._drop(key)
+            return 206
         response.length = 0
         response.read()  # ends the exchange, so that the connection can be used again
         return 206

@@ -24,7 +24,7 @@ from refimpl.shardcast.messages import Published, PublishOrder, order_bytes
 from refimpl.shardcast.origin import Origin
 from refimpl.shardcast.puller import Puller, PullerConfig
 from refimpl.shardcast.relay import Relay
-from refimpl.shardcast.serving import ServingConfig
+from refimpl.shardcast.serving import ServingConfig, ShardServer
 from refimpl.world import CallError, Refused, Signal
 from refimpl.worlds.alone import run_alone
 from refimpl.worlds.files import FileReceiver
@@ -67,7 +67,7 @@ def _pulling(options: argparse.Namespace) -> PullerConfig:
     return PullerConfig(
         sources=tuple(source.rstrip("/") for source in options.sources),
         origin=options.origin,
-        origin_key=read_public_key(options.origin_key),
+        origin_key=read_public_key(options.origin_key or "(--origin-key is missing)"),
         policy=options.policy,
         connections=options.connections,
         piece_bytes=PIECE_BYTES,
@@ -77,6 +77,16 @@ def _pulling(options: argparse.Namespace) -> PullerConfig:
         news_interval_s=options.poll_s if polls else 0.05,
         retry_s=1.0,
     )
+
+
+def serve_package(world: HttpWorld, server: ShardServer, store: DiskStore, options: argparse.Namespace) -> None:
+    """The published package's layout as well, where it is asked for."""
+    if options.compat:
+        from refimpl.shardcast.cli.package import PackageServer  # compiles BLAKE3
+
+        package = PackageServer(world, server, store.root, options.compat)
+        server.on_change = package.look
+        package.look()
 
 
 # ------------------------------------------------------------------------------------------------------------- origin
@@ -98,6 +108,7 @@ def run_origin(options: argparse.Namespace) -> int:
         origin.serve()
         world.serve({PublishOrder: order})
         serve_downloads(world, origin.server)
+        serve_package(world, origin.server, store, options)
         made.append(origin)
 
     async def order(source: str, message: PublishOrder) -> Message:
@@ -178,6 +189,7 @@ def run_relay(options: argparse.Namespace) -> int:
         relay.restore(found)
         relay.serve()
         serve_downloads(world, relay.server)
+        serve_package(world, relay.server, store, options)
         made.append(relay)
 
     async def main(world: HttpWorld, stop: Signal) -> int:
@@ -194,7 +206,33 @@ def run_relay(options: argparse.Namespace) -> int:
     return run_alone(name, main, prepare=prepare, host=options.host, port=options.port, run_seed=0)
 
 
+def run_package_pull(options: argparse.Namespace) -> int:
+    """Our client at the published package's servers."""
+    from refimpl.shardcast.cli.package import PackagePuller  # compiles BLAKE3
+
+    if options.out is None:
+        raise ValueError("with --compat the file's place is --out; the layout knows no names")
+    name = f"client-{os.urandom(8).hex()}"
+    receiver = FileReceiver(name, connections=options.connections, stall_s=options.stall_s)
+
+    async def main(world: HttpWorld, stop: Signal) -> int:
+        puller = PackagePuller(world, receiver, options.sources, options.out, checksum=options.compat)
+        try:
+            done = await puller.pull(*await puller.newest())
+        except CallError as error:
+            raise ValueError(error.reason) from error
+        finally:
+            receiver.close()
+        if not options.quiet:
+            print(f"v{done.version}, {done.size_bytes} bytes, checksum {done.checksum}: {options.out}", flush=True)
+        return 0
+
+    return run_alone(name, main, prepare=None, host="", port=0, run_seed=0)
+
+
 def run_pull(options: argparse.Namespace) -> int:
+    if options.compat:
+        return run_package_pull(options)
     store, notes, config = _store(options), Notes(options.journal, quiet=options.quiet), _pulling(options)
     found = _found(store, config.origin_key, notes)
     name = f"client-{os.urandom(8).hex()}"
