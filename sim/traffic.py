@@ -29,6 +29,8 @@ from sim.network import Network
 SECOND_NS = 1_000_000_000
 BINS_MAX = 240
 LINKS_SHOWN = 12
+SHOWN_SHARE = 0.01
+"""After the first half of them, links are shown that held transfers for this share of the longest, or were so full."""
 NODES_SHOWN = 20
 PAIRS_MAX = 200_000
 """Of so many (sender, receiver, link) it is known for how long one held up the other two; of more, only the link."""
@@ -227,7 +229,11 @@ class Traffic:
         rest = [link for link in self.network.links() if _at(totals, link) and link not in shown]
         rest.sort(key=lambda link: -totals[link] / max(engine.capacity(link), 1.0))
         rows = []
-        for link in (shown + rest)[:LINKS_SHOWN]:
+        least_ns = SHOWN_SHARE * max(held_ns.values(), default=0)
+        for place, link in enumerate((shown + rest)[:LINKS_SHOWN]):
+            use = _at(totals, link) / max(engine.capacity(link) * widths_s.sum(), 1e-9)
+            if place >= LINKS_SHOWN // 2 and held_ns[link] < least_ns and use < SHOWN_SHARE:
+                continue
             room = self.room(link)
             carried = carried_within(self.booked(link), room)
             rows.append(
