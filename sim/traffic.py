@@ -29,7 +29,7 @@ from sim.network import Network
 SECOND_NS = 1_000_000_000
 BINS_MAX = 240
 LINKS_SHOWN = 12
-SHOWN_SHARE = 0.01
+SHOWN_SHARE = 0.05
 """After the first half of them, links are shown that held transfers for this share of the longest, or were so full."""
 NODES_SHOWN = 20
 PAIRS_MAX = 200_000
