@@ -16,7 +16,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,23 +28,12 @@ import torch
 from refimpl.model.cache import KVCache, Store
 from refimpl.model.sampler import Sampling, cutoffs, sample, scale
 from refimpl.model.transformer import Decoder
+from refimpl.threads import set_threads as set_threads
 from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, Mode, build_proofs
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 LOGIT_ROWS = 256  # rows of the vocabulary-wide table that `Replay` makes at a time
-
-
-def set_threads(processes: int = 1) -> int:
-    """Give torch its share of the cores: cores ÷ processes, at least 1; returns that number.
-
-    The one place where it is set. More torch threads than cores over all processes collapse the speed tenfold, so every
-    process of a run calls this first with the number of processes that compute at once.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // max(1, processes))
-    torch.set_num_threads(threads)
-    return threads
 
 
 @dataclass(frozen=True, kw_only=True)

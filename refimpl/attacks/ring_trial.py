@@ -14,6 +14,7 @@ import torch
 
 from refimpl.attacks.ring import RING_CHEATS, CheatingStage, cheating_parts
 from refimpl.identity import Identity
+from refimpl.model.weights import content_hash
 from refimpl.pipeline.head import Head, RingOver
 from refimpl.pipeline.judge import Judgement
 from refimpl.pipeline.replay import ReplaySettings, RingReplay
@@ -23,6 +24,9 @@ from refimpl.pipeline.verifier import Answer, RingVerifier
 from refimpl.pipeline.watch import find_blockage
 from refimpl.world import Timeout
 from refimpl.worlds.local import LocalFabric
+
+LOOKS = 6000
+"""At a ring that should come to rest, within its patience."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +84,13 @@ def try_ring(
     options: Mapping[int, Mapping[str, Any]] | None = None,
     *,
     spares: int = 1,
+    fabric: Any = None,
 ) -> TrialResult:
     """Run the ring with these `cheats` (stage -> name in `RING_CHEATS`). `options`: of `torch_parts` by stage, for
-    stages that compute in another dtype or kernel, which is honest noise."""
+    stages that compute in another dtype or kernel, which is honest noise. `fabric`: the world to run it in (None: this
+    process, by the wall clock)."""
     stages = len(config.cuts)
-    fabric = LocalFabric(run_seed=config.seed)
+    fabric = LocalFabric(run_seed=config.seed) if fabric is None else fabric
     names = [f"s{i}" for i in range(stages + spares)]
     identities = {name: Identity.from_seed(config.seed, name) for name in names}
     result = TrialResult()
@@ -111,9 +117,10 @@ def try_ring(
         overdue_s_min=config.patience_s,
     )
     made: list[CheatingStage] = []
+    checkpoint = content_hash(config.checkpoint)
     for at, name in enumerate(names):
         cheat = RING_CHEATS[cheats.get(at, "honest")]
-        own: dict[str, Any] = {"dtype": config.wire, "wire": config.wire, "device": "cpu"}
+        own: dict[str, Any] = {"dtype": config.wire, "wire": config.wire, "device": "cpu", "checkpoint": checkpoint}
         parts = cheating_parts(config.checkpoint, cheat, **(own | dict((options or {}).get(at, {}))))
         stage_config = StageConfig(hop_timeout_s=config.patience_s)
         made.append(CheatingStage(fabric.node(name), stage_config, identities[name], parts, journal, cheat=cheat))
@@ -140,14 +147,17 @@ def try_ring(
 
 
 async def _rest(head: Head, patience_s: float) -> None:
-    """Wait until the last chunks' commitments have come round. Raises `Timeout`, saying where they are."""
-    until = head.world.now() + patience_s
+    """Wait until the last chunks' commitments have come round. Raises `Timeout`, saying where they are, when nothing
+    moves through `LOOKS` looks: counted, for the clock alone also runs while the machine stands still."""
+    before, still = None, 0
     while not head.schedule.idle:
-        if head.world.now() > until:
-            counters = await head.ring.counters()
+        await head.world.sleep(patience_s / LOOKS)
+        counters = await head.ring.counters()
+        still = still + 1 if counters == before else 0
+        before = counters
+        if still > LOOKS:
             where = find_blockage(head.schedule.number, counters, head.ring.seats, head.ring.epoch)
             raise Timeout(f"the ring (up: {head.ring.up}) does not come to rest: {where}; {counters}")
-        await head.world.sleep(0.005)
 
 
 def _replay(config: TrialConfig) -> RingReplay:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from refimpl.engine import set_threads
 from refimpl.identity import Identity
 from refimpl.model.config import ModelConfig
 from refimpl.pipeline.compute import torch_parts
@@ -28,7 +27,7 @@ from refimpl.pipeline.partition import NoCut
 from refimpl.pipeline.requests import RequestLog
 from refimpl.pipeline.ring import RingConfig
 from refimpl.pipeline.stage import Stage, StageConfig
-from refimpl.tokenizer import chat_ids, load_tokenizer
+from refimpl.threads import set_threads
 from refimpl.world import Signal, World
 from refimpl.worlds.asyncio_node import Line
 from refimpl.worlds.process import run_process
@@ -81,6 +80,8 @@ def node_file(options: argparse.Namespace) -> NodeFile:
 
 def answer(options: argparse.Namespace) -> None:
     """Cut, start, ask, print, stop."""
+    from refimpl.tokenizer import chat_ids, load_tokenizer  # heavy, and no stage needs it
+
     plan = node_file(options)
     tokenizer = load_tokenizer(plan.model)
     prompts = options.prompt or ["What is pipeline parallelism?"]

@@ -24,7 +24,6 @@ from refimpl.pipeline.blame import Commit
 from refimpl.pipeline.formation import Parts
 from refimpl.pipeline.messages import Member, RingPlan
 from refimpl.pipeline.schedule import HeldRow, Pass
-from refimpl.toploc.proof import build_proofs
 from refimpl.work import Forward, ModelSize, Seconds, Several, Work
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -166,6 +165,8 @@ def bytes_per_token(hidden: int, dtype: str) -> int:
 
 def toploc_commit(hidden: int, dtype: str, *, chunk_tokens: int, top_k: int) -> Commit:
     """Commitment to one chunk's bytes: the TOPLOC proof of its activations, rounded to bfloat16 where they are not."""
+    from refimpl.toploc.proof import build_proofs  # compiled, 60 MB: only where a ring is signed
+
     kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
     def commit(data: bytes) -> bytes:
@@ -184,10 +185,12 @@ def torch_parts(
     attention: AttentionKernel = "sdpa",
     device: str = "auto",
     change: Callable[[Decoder], Decoder] = lambda decoder: decoder,
+    checkpoint: str | None = None,
 ) -> Parts:
     """What a stage is made of that runs the checkpoint folder `path`: only the layers of its seat are read.
 
     `wire`: what activations travel in (None: `dtype`). `change`: applied to the layers, by who runs others than agreed.
+    `checkpoint`: the folder's content hash, where the caller knows it already (it takes a read of the whole model).
     """
 
     def load(plan: RingPlan, member: Member) -> StageCompute:
@@ -211,4 +214,4 @@ def torch_parts(
     def commit(plan: RingPlan) -> Commit:
         return toploc_commit(plan.hidden, plan.dtype, chunk_tokens=plan.chunk_tokens, top_k=plan.top_k)
 
-    return Parts(checkpoint=content_hash(path), load=load, commit=commit)
+    return Parts(checkpoint=checkpoint or content_hash(path), load=load, commit=commit)

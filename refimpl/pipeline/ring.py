@@ -7,6 +7,7 @@ not answer, or does not move, loses its seat to a spare node, and the ring is fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,15 +129,14 @@ class Ring:
             await self.stage.join(plan)
         except Refused as refusal:
             raise RuntimeError(f"the head's own stage cannot join: {refusal.reason}") from refusal
-        faults = await self.world.gather(*(self._ask(name, JoinRing(plan)) for name in seats[1:]))
+        faults = await self.world.gather(*(self._ask(name, name, JoinRing(plan)) for name in seats[1:]))
         if not any(faults) and len(seats) > 1:
-            # each stage greets its successor: where a link does not work, the one that cannot be reached is unfit
-            greetings = [self._greet_own(), *(self._ask(name, GreetNeighbours(self.epoch)) for name in seats[1:-1])]
+            pairs = itertools.pairwise(seats[1:])
+            greetings = [self._greet_own(seats[1]), *(self._ask(*pair, GreetNeighbours(self.epoch)) for pair in pairs)]
             faults = await self.world.gather(*greetings)
-        for name, fault in zip(seats[1:], faults, strict=True):
-            if fault:
-                self.journal("unfit", node=name, epoch=self.epoch, reason=fault)
-                self._suspects.add(name)
+        for unfit, reason in filter(None, faults):
+            self.journal("unfit", stage=unfit, epoch=self.epoch, reason=reason)
+            self._suspects.add(unfit)
         if any(faults):
             return False
         self.seats, self.up = seats, True
@@ -187,20 +187,23 @@ class Ring:
             sampling_top_p=c.top_p,
         )
 
-    async def _ask(self, name: str, message: Message) -> str:
-        """Why a node does not do what it is asked; empty if it does."""
+    async def _ask(self, name: str, refused: str, message: Message) -> tuple[str, str] | None:
+        """Have a node join, or greet its successor. None when it did, else who is unfit and why: `refused` when it says
+        no (of a greeting: its successor cannot be reached, or says no), the node itself when it does not answer."""
         try:
             await self.world.call(name, message, self.config.join_timeout_s)
+        except Refused as refusal:
+            return refused, refusal.reason or "no reason given"
         except CallError as error:
-            return error.reason or "no reason given"
-        return ""
+            return name, error.reason or "no reason given"
+        return None
 
-    async def _greet_own(self) -> str:
+    async def _greet_own(self, successor: str) -> tuple[str, str] | None:
         try:
             await self.stage.greet(self.formation)
         except Refused as refusal:
-            return refusal.reason
-        return ""
+            return successor, refusal.reason
+        return None
 
     # ---------------------------------------------------------------------------------------------------- when it hangs
     async def find_hang(self, issued: int, overdue: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
-from refimpl.pipeline.blame import Complaint, Receipt
+from refimpl.pipeline.blame import Commit, Complaint, Receipt
 from refimpl.pipeline.formation import Compute, Formation, Parts
 from refimpl.pipeline.hops import BadHop
 from refimpl.pipeline.messages import (
@@ -76,6 +76,7 @@ class Stage:
         self.formation: Formation | None = None
         self._past: dict[int, Formation] = {}  # earlier epochs, where evidence is kept
         self._loaded: tuple[tuple[int, ...], Compute] | None = None
+        self._warm = False  # commitments have been made before
         self._awake: Signal = world.signal()
         self._stopped = False
         self._waiting: dict[int, Signal] = {}  # handlers of passes that came early
@@ -136,11 +137,14 @@ class Stage:
                 raise Refused(f"{field}: the plan says {theirs[field]}, stage {self.world.name!r} has {value}")
         if fault := plan.faults():
             raise Refused(fault)
+        if self.formation is not None and not self.formation.halted:
+            self.formation.halted = f"epoch {plan.epoch} is being formed"  # no pass of the old one on emptied caches
         compute = await self._load(plan, member)
+        commit = await self._commit(plan)
         if self.formation is not None and self.formation.plan.keep_evidence:
             self._past[self.formation.plan.epoch] = self.formation
             self._past.pop(plan.epoch - EPOCHS_KEPT, None)
-        self.formation = Formation(plan, at, compute, self.identity, self.parts.commit(plan))
+        self.formation = Formation(plan, at, compute, self.identity, commit)
         for waiting in self._waiting.values():
             waiting.set()
         self._waiting.clear()
@@ -172,6 +176,16 @@ class Stage:
             )
         self._loaded = (key, compute)
         return compute
+
+    async def _commit(self, plan: RingPlan) -> Commit:
+        """The ring's commitments, tried out once: what is compiled on first use (a minute, on a busy machine without a
+        cache) is compiled now, while all wait for the ring, and not in the middle of a hop."""
+        commit = self.parts.commit(plan)
+        if plan.signed and not self._warm:
+            size = plan.hidden * (2 if plan.dtype == "bfloat16" else 4)
+            await self.world.compute(Seconds(duration_s=0.0), lambda: commit(bytes(size)))
+            self._warm = True
+        return commit
 
     async def _greet(self, source: str, message: GreetNeighbours) -> Message:
         ring = self._ring(message.epoch)
