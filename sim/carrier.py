@@ -12,23 +12,21 @@ the links, for whoever comes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import cast
+from collections.abc import Iterator
 
-import numpy as np
-from simpy.events import Event
-
-from sim.kernel import LATE, SECOND_NS, Kernel, to_ns
+from sim.chance import Chance
+from sim.kernel import LATE, NEVER_NS, SECOND_NS, Kernel, to_ns
 from sim.network import DELIVERED, Network, Path
 from sim.reach import ChannelOrder
 from sim.traffic import Traffic
+from sim.world import Arrived
 
-Arrived = Callable[[], None]
 Channel = tuple[int, int, str]
 
-NEVER_NS = 1 << 62
 PACKET_BYTES = 1448  # payload of one Ethernet frame with TCP timestamps
-PACKETS_PER_SWEEP = 256
+GIVE_UP_NS = 127 * SECOND_NS
+"""So long a connection is tried over a line that is down: six doubling waits from 1 s (Linux, tcp_syn_retries = 6)."""
+INFINITY = float("inf")
 
 
 class _Message:
@@ -46,9 +44,6 @@ class _Message:
         self.holder = 0  # the link that gives it its rate, as last seen
         self.held_since_ns = 0
 
-    def hand_over(self, _: Event) -> None:
-        self.arrived()
-
 
 def _not_before(instant_s: float) -> int:
     """The first nanosecond that, as the engine's float seconds, is not before `instant_s`."""
@@ -58,15 +53,16 @@ def _not_before(instant_s: float) -> int:
     return instant_ns
 
 
-def _nothing() -> None:
+def _nothing(_: object) -> None:
     """What a lost message does."""
 
 
 class FlowCarrier:
     """`sim.world.Carrier` over a `Network`."""
 
-    def __init__(self, kernel: Kernel, network: Network, rng: np.random.Generator) -> None:
-        self.kernel, self.network, self.rng = kernel, network, rng
+    def __init__(self, kernel: Kernel, network: Network, seed: int) -> None:
+        self.kernel, self.network = kernel, network
+        self._chance = Chance(seed)
         self.engine = network.engine
         self.bytes_sent = 0
         self.messages_sent = 0
@@ -76,7 +72,6 @@ class FlowCarrier:
         self.traffic = Traffic(network, self.book_until_now)
         self._wake_ns = NEVER_NS  # when the next look at the engine is scheduled
         self._settling = False
-        self._packets = 0  # since the engine was last asked what has ended
         self._channels: dict[Channel, deque[_Message]] = {}  # messages whose bytes, or whose elders', are on the links
         self._order = ChannelOrder()
 
@@ -88,9 +83,9 @@ class FlowCarrier:
     ) -> None:
         """Start a message; `arrived` is called on behalf of `target` when it has come, if it comes."""
         self.messages_sent += 1
-        now_ns = cast(int, self.kernel._now)
+        now_ns = self.kernel._now
         if source == target:
-            self.kernel.at(target, now_ns, lambda _: arrived())
+            self.kernel.call_at(target, now_ns, arrived, None)
             return
         self.bytes_sent += size_bytes
         traffic = self.traffic
@@ -98,66 +93,70 @@ class FlowCarrier:
             traffic.book(now_ns, self._flows)
         network = self.network
         path = network.path(source, target, reply=reply)
-        delay_s = network.sample_delay_s(path, self.rng, size_bytes)
-        fate = network.fate(path, self.rng)
-        if fate is not DELIVERED and not (fate.in_order and fate.extra_delay_s == (0.0,)):
-            self._send_disturbed(
-                path.links, source, target, size_bytes, [delay_s + extra for extra in fate.extra_delay_s], arrived
-            )
-            return
+        chance = self._chance.of(path.channel, now_ns)
+        delay_s = network.sample_delay_s(path, chance, size_bytes)
+        if network.disturbs_messages:
+            fate = network.fate(path, chance)
+            if fate is not DELIVERED and not (fate.in_order and fate.extra_delay_s == (0.0,)):
+                self._send_disturbed(
+                    path.links, source, target, size_bytes, [delay_s + extra for extra in fate.extra_delay_s], arrived
+                )
+                return
         channel = None if kind is None else (source, target, kind)
         first = network.transport.latency_first  # the links are taken only after the latency
-        message = _Message(source, target, 0.0 if first else delay_s, arrived, channel)
-        message.links = path.links
-        if size_bytes <= PACKET_BYTES and channel not in self._channels and not first:
-            flow = self._start(path, size_bytes)
-            finish_s = self.engine.solo_finish_s(flow)
-            if finish_s != float("inf"):
+        if size_bytes <= PACKET_BYTES and not first and channel not in self._channels:
+            finish_s = self.engine.packet(
+                now_ns / SECOND_NS,
+                path.links,
+                size_bytes,
+                weight=path.weight,
+                rate_bound_bytes_per_s=path.rate_bound_bytes_per_s,
+            )
+            if finish_s != INFINITY:
                 arrival_ns = to_ns(finish_s + delay_s)
                 if channel is not None:
                     arrival_ns = self._order.arrival(channel, arrival_ns, now_ns)
-                self.kernel.at(target, arrival_ns, message.hand_over)
+                self.kernel.call_at(target, arrival_ns, arrived, None)
                 traffic.add(path.links, size_bytes)
-                self._packets += 1
-                if self._packets >= PACKETS_PER_SWEEP:
-                    self._take_finished(now_ns)
                 return
-            self._queue(message)
-            self._enter(flow, message, size_bytes)
-            self._look_again()
-            return
-        self._queue(message)
+        message = _Message(source, target, 0.0 if first else delay_s, arrived, channel)
+        message.links = path.links
+        if channel is not None:
+            self._channels.setdefault(channel, deque()).append(message)
         if first:
-            self.kernel.at(source, now_ns + to_ns(delay_s), lambda _: self._begin(message, path, size_bytes))
+            self.kernel.call_at(source, now_ns + to_ns(delay_s), lambda _: self._begin(message, path, size_bytes), None)
         else:
             self._begin(message, path, size_bytes)
 
-    def _queue(self, message: _Message) -> None:
-        """The message takes its place in its channel."""
-        if message.channel is not None:
-            self._channels.setdefault(message.channel, deque()).append(message)
-
-    def _start(self, path: Path, size_bytes: int) -> int:
-        return self.engine.start(
-            cast(int, self.kernel._now) / SECOND_NS,
+    def _begin(self, message: _Message, path: Path, size_bytes: int) -> None:
+        """The message's bytes take the links."""
+        self.links_will_change()
+        flow = self.engine.start(
+            self.kernel._now / SECOND_NS,
             path.links,
             size_bytes,
             weight=path.weight,
             rate_bound_bytes_per_s=path.rate_bound_bytes_per_s,
         )
-
-    def _begin(self, message: _Message, path: Path, size_bytes: int) -> None:
-        """The message's bytes take the links."""
-        self.links_will_change()
-        self._enter(self._start(path, size_bytes), message, size_bytes)
+        self._enter(flow, message, size_bytes)
         self._look_again()
 
     def _enter(self, flow: int, message: _Message, size_bytes: int) -> None:
         """The message is a flow from now on, whose bytes are booked as they travel."""
         message.left = float(size_bytes)
-        message.held_since_ns = cast(int, self.kernel._now)
+        message.held_since_ns = self.kernel._now
         self._flows[flow] = message
         self._begun.append(flow)
+        if self.network.closes_links and self.network.is_cut(message.links):
+            self.kernel.call_at(message.source, self.kernel._now + GIVE_UP_NS, self._give_up, flow)
+
+    def _give_up(self, flow: int) -> None:
+        """Its line was down when it began: if it still is, nobody tries any longer."""
+        message = self._flows.get(flow)
+        if message is not None and self.network.is_cut(message.links):
+            message.arrived = _nothing
+            self._break_off(flow, message, self.kernel._now)
+            self._look_again()
 
     def _send_disturbed(
         self, links: tuple[int, ...], source: int, target: int, size_bytes: int, delays_s: list[float], arrived: Arrived
@@ -166,14 +165,14 @@ class FlowCarrier:
         self.messages_lost += not delays_s
         came = False
 
-        def first_copy() -> None:
+        def first_copy(_: object) -> None:
             nonlocal came
             if delays_s and not came:  # a handler runs at most once, however many copies come
                 came = True
-                arrived()
+                arrived(None)
 
         for delay_s in delays_s or [0.0]:
-            flow = self.engine.start(cast(int, self.kernel._now) / SECOND_NS, links, size_bytes)
+            flow = self.engine.start(self.kernel._now / SECOND_NS, links, size_bytes)
             message = _Message(source, target, delay_s, first_copy, None)
             message.links = links
             self._enter(flow, message, size_bytes)
@@ -183,36 +182,45 @@ class FlowCarrier:
         """`target` learns, after the path's latency, that `source` is gone: a dead node sends nothing, but its host or
         the network does, in a packet that waits behind nobody."""
         path = self.network.path(source, target, reply=True)
-        self.kernel.at(target, cast(int, self.kernel._now) + to_ns(path.one_way_latency_s), lambda _: arrived())
+        self.kernel.call_at(target, self.kernel._now + to_ns(path.one_way_latency_s), arrived, None)
 
     def drop(self, node: int) -> None:
         """The node died. What it was sending never arrives; what was on its way to it breaks off now, and its sender
         learns so after the path's latency, as over a connection that is reset."""
-        now_ns = cast(int, self.kernel._now)
+        now_ns = self.kernel._now
         self.links_will_change()
         for flow, message in list(self._flows.items()):
             if node not in (message.source, message.target):
                 continue
-            self.traffic.ended(message, now_ns, self.engine.cancel(now_ns / SECOND_NS, flow))
-            del self._flows[flow]
             if message.source == node:
                 message.arrived = _nothing
-            message.arrival_ns = now_ns + to_ns(message.delay_s)
-            if message.channel is None:
-                self.kernel.at(message.target, message.arrival_ns, message.hand_over)
-            else:
-                self._in_turn(message.channel)
+            self._break_off(flow, message, now_ns + to_ns(message.delay_s))
         self._look_again()
+
+    def _break_off(self, flow: int, message: _Message, arrival_ns: int) -> None:
+        """No more of its bytes travel; it counts as come at `arrival_ns`, whatever that then does."""
+        now_ns = self.kernel._now
+        self.traffic.ended(message, now_ns, self.engine.cancel(now_ns / SECOND_NS, flow))
+        del self._flows[flow]
+        self._hand_on(message, arrival_ns)
+
+    def _hand_on(self, message: _Message, arrival_ns: int) -> None:
+        """It arrives then, or when its elders have."""
+        message.arrival_ns = arrival_ns
+        if message.channel is None:
+            self.kernel.call_at(message.target, arrival_ns, message.arrived, None)
+        else:
+            self._in_turn(message.channel)
 
     def links_will_change(self) -> None:
         """Something beside a message is about to change the engine: what has travelled is booked before."""
-        now_ns = cast(int, self.kernel._now)
+        now_ns = self.kernel._now
         if now_ns >= self.traffic.until_ns:
             self.traffic.book(now_ns, self._flows)
 
     def book_until_now(self) -> None:
         """Book all that has travelled, at the end of a run."""
-        self.traffic.book(cast(int, self.kernel._now), self._flows, closing=True)
+        self.traffic.book(self.kernel._now, self._flows, closing=True)
 
     def links_changed(self) -> None:
         """Something beside a message changed the engine: a fault was laid on or lifted."""
@@ -236,9 +244,9 @@ class FlowCarrier:
             self._schedule_wake()
         elif not self._settling:  # all changes of this instant are solved as one batch, after the last of them
             self._settling = True
-            self.kernel.at(0, cast(int, self.kernel._now), self._settle, LATE)
+            self.kernel.call_at(0, self.kernel._now, self._settle, None, LATE)
 
-    def _settle(self, _: Event) -> None:
+    def _settle(self, _: object) -> None:
         self._settling = False
         self._schedule_wake()
 
@@ -248,10 +256,10 @@ class FlowCarrier:
             self._see_holders()
         if next_s == float("inf"):
             return
-        wake_ns = max(_not_before(next_s), cast(int, self.kernel._now))
+        wake_ns = max(_not_before(next_s), self.kernel._now)
         if wake_ns < self._wake_ns:
             self._wake_ns = wake_ns
-            self.kernel.at(0, wake_ns, self._wake)
+            self.kernel.call_at(0, wake_ns, self._wake, None)
 
     def _see_holders(self) -> None:
         """All flows that have begun now have a rate: note the links that give it to them."""
@@ -260,8 +268,8 @@ class FlowCarrier:
             if (message := self._flows.get(flow)) is not None:
                 message.holder = self.engine.held_by(flow)
 
-    def _wake(self, _: Event) -> None:
-        now_ns = cast(int, self.kernel._now)
+    def _wake(self, _: object) -> None:
+        now_ns = self.kernel._now
         if now_ns < self._wake_ns:  # scheduled before an earlier look took its place
             return
         self._wake_ns = NEVER_NS
@@ -269,29 +277,22 @@ class FlowCarrier:
         self._schedule_wake()
 
     def _take_finished(self, now_ns: int) -> None:
-        """Send on what has left the links. Packets that were sent on at their start are among it, and passed over."""
-        self._packets = 0
+        """Send on what has left the links."""
         traffic = self.traffic
         if now_ns >= traffic.until_ns:
             traffic.book(now_ns, self._flows)
         for flow, finish_s in self.engine.advance(now_ns / SECOND_NS):
-            message = self._flows.pop(flow, None)
-            if message is None:
-                continue
+            message = self._flows.pop(flow)
             traffic.ended(message, now_ns)
-            message.arrival_ns = max(to_ns(finish_s + message.delay_s), now_ns)
-            if message.channel is None:
-                self.kernel.at(message.target, message.arrival_ns, message.hand_over)
-            else:
-                self._in_turn(message.channel)
+            self._hand_on(message, max(to_ns(finish_s + message.delay_s), now_ns))
 
     def _in_turn(self, channel: Channel) -> None:
         """Schedule the channel's messages, first to last, as far as their arrivals are known."""
         queue = self._channels[channel]
-        now_ns = cast(int, self.kernel._now)
+        now_ns = self.kernel._now
         while queue and queue[0].arrival_ns >= 0:
             message = queue.popleft()
             arrival_ns = self._order.arrival(channel, message.arrival_ns, now_ns)
-            self.kernel.at(message.target, arrival_ns, message.hand_over)
+            self.kernel.call_at(message.target, arrival_ns, message.arrived, None)
         if not queue:
             del self._channels[channel]

@@ -68,10 +68,13 @@ def no_task_failed(view: View) -> Iterator[str]:
 def calls_end_in_time(view: View) -> Iterator[str]:
     """Every open call is younger than its time-out."""
     for world in view.fabric.by_index:
-        for target, kind, since_ns, deadline_ns in world.calls.values():
-            if view.now_ns > deadline_ns:
-                age_s, bound_s = (view.now_ns - since_ns) / SECOND_NS, (deadline_ns - since_ns) / SECOND_NS
-                yield f"{world.name} has waited {age_s:.3f} s for {target} to answer {kind}; bound {bound_s:.3f} s"
+        for call in world.calls:
+            if view.now_ns > call.until_ns:
+                waited_s = (view.now_ns - call.since_ns) / SECOND_NS
+                yield (
+                    f"{world.name} has waited {waited_s:.3f} s for {call.callee.name} to answer {call.kind}; "
+                    f"bound {call.timeout_s:.3f} s"
+                )
 
 
 def workers_get_on(view: View) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from refimpl.world import derive_rng
 from sim.carrier import FlowCarrier
 from sim.churn import ChurnEvent, churn_events
 from sim.hardware import find_device
@@ -68,7 +67,7 @@ def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Netw
     network = build_network(scenario)
     fabric = SimFabric(
         run_seed=seed,
-        carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(seed, "network")),
+        carrier=lambda kernel: FlowCarrier(kernel, network, seed),
         recorder=log,
     )
     for member in scenario.members():

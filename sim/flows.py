@@ -6,8 +6,8 @@ hold from one change to the next, so completion times are exact up to rounding: 
 Two tiers, one answer:
 
 * **Solo.** A flow whose narrowest link (or own bound) nobody else uses, and whose other links have that much to spare,
-  takes exactly that rate and slows nobody. It is a few list look-ups and an entry in a heap of finishing times: most
-  small messages end here.
+  takes exactly that rate and slows nobody. It is a few list look-ups and an entry in a heap of finishing times.
+  What is over in a moment, a *packet*, is asked for less: its end is told at its start, and nothing is said at its end.
 * **Core** (`sim/flows_core.py`, compiled by numba on first use, then cached on disk). As soon as a flow could disturb
   another, it and every solo flow that it touches, directly or through others, go to the incremental solver.
 
@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -83,6 +83,10 @@ class _Solo:
         self.bound = bound
 
 
+_Packet = tuple[float, int, Sequence[int], float, float, float]
+"""Finish, flow, links, rate, weight, bound."""
+
+
 class FlowEngine:
     """Links, the flows over them, and when each flow ends. See the module for the idea."""
 
@@ -98,6 +102,9 @@ class FlowEngine:
         # solo tier
         self._solo: dict[int, _Solo] = {}
         self._solo_heap: list[tuple[float, int]] = []  # (finish, flow); entries of flows that left are skipped
+        self._packets: list[_Packet] = []  # a heap
+        self._packet_count: list[int] = [0]  # per link
+        self._told: set[int] = set()  # packets that have joined the core
         # core tier
         self._core: Core = new_core()
         self._path = np.zeros(64, np.int64)
@@ -127,6 +134,7 @@ class FlowEngine:
             self._capacity.append(0.0)
             self._solo_load.append(0.0)
             self._solo_flows.append({})
+            self._packet_count.append(0)
             self._core_count.append(0)
             if link >= self._core.link_f.shape[1]:
                 self._core = grown(self._core, links=2 * link, flows=0, width=0, pool=0)
@@ -147,8 +155,13 @@ class FlowEngine:
         self._move_to(now_s)
         if capacity_bytes_per_s == self._capacity[link]:
             return
-        if self._solo_flows[link]:
-            self._leave_solo((link,))
+        for packet in self._packets_off(link):
+            self._end_packet(packet)  # a packet's end has been told, and stays
+        if capacity_bytes_per_s == 0.0:
+            for flow in [flow for flow in self._told if link in self._links_in[self._slot_of[flow]]]:
+                detach(self._core, self._slot_of[flow], self._now_s)
+                self._forget(self._slot_of[flow])
+        self._leave_solo((link,))
         self._capacity[link] = float(capacity_bytes_per_s)
         change_capacity(self._core, link, float(capacity_bytes_per_s))
         self._core_dirty = True
@@ -203,6 +216,38 @@ class FlowEngine:
         self._leave_solo(links)
         self._join_core(flow, links, size_bytes, weight, rate_bound_bytes_per_s)
         return flow
+
+    def packet(
+        self,
+        now_s: float,
+        links: Sequence[int],
+        size_bytes: float,
+        *,
+        weight: float = 1.0,
+        rate_bound_bytes_per_s: float = INFINITY,
+    ) -> float:
+        """Begin to send what is so short that whoever comes meanwhile does not change its end. Returns when it ends;
+        infinity, and nothing has begun, when it would have to share a link. Its bytes occupy the links like others."""
+        if now_s != self._now_s:
+            self._move_to(now_s)
+        capacity, load = self._capacity, self._solo_load
+        rate = rate_bound_bytes_per_s
+        for link in links:
+            if capacity[link] < rate:
+                rate = capacity[link]
+        if not 0.0 < rate < INFINITY:
+            return INFINITY
+        for link in links:
+            if load[link] + rate > capacity[link]:
+                return INFINITY
+        count = self._packet_count
+        for link in links:
+            load[link] += rate
+            count[link] += 1
+        flow = self._next_flow = self._next_flow + 1
+        finish_s = now_s + size_bytes / rate
+        heappush(self._packets, (finish_s, flow, links, rate, weight, rate_bound_bytes_per_s))
+        return finish_s
 
     def cancel(self, now_s: float, flow: int) -> float:
         """Stop a flow, which `advance` then never reports. Returns the bytes it had left; 0 if it had just finished."""
@@ -310,8 +355,9 @@ class FlowEngine:
         return float(load_on(self._core, link))
 
     def active_flows(self) -> list[int]:
-        """Flows under way (or finished but not yet reported by `advance`), by number."""
-        return sorted([*self._solo, *self._slot_of, *(flow for _, flow in self._done)])
+        """Flows under way (or finished but not yet reported by `advance`), by number; no packets."""
+        in_core = [flow for flow in self._slot_of if flow not in self._told]
+        return sorted([*self._solo, *in_core, *(flow for _, flow in self._done)])
 
     def flows_on(self, link: int) -> list[int]:
         """Flows under way on the link, by number."""
@@ -342,6 +388,9 @@ class FlowEngine:
             self._now_s = now_s
 
     def _collect(self, now_s: float) -> None:
+        packets = self._packets
+        while packets and packets[0][0] <= now_s:
+            self._end_packet(heappop(packets))
         heap = self._solo_heap
         while heap and heap[0][0] <= now_s:
             finish_s, flow = heappop(heap)
@@ -356,27 +405,50 @@ class FlowEngine:
             slots = self._core.flow_i[:count, DONE].tolist()
             times = self._core.flow_f[:count, DONE_S].tolist()
             for slot, finish_s in zip(slots, times, strict=True):
-                self._done.append((finish_s, self._flow_in[slot]))
+                if self._flow_in[slot] not in self._told:
+                    self._done.append((finish_s, self._flow_in[slot]))
                 self._forget(slot)
 
     def _end_solo(self, flow: int, solo: _Solo) -> None:
         del self._solo[flow]
-        load, solo_flows, rate = self._solo_load, self._solo_flows, solo.rate
+        load, solo_flows, packets, rate = self._solo_load, self._solo_flows, self._packet_count, solo.rate
         for link in solo.links:
             others = solo_flows[link]
             del others[flow]
-            load[link] = load[link] - rate if others else 0.0
+            load[link] = load[link] - rate if others or packets[link] else 0.0
+
+    def _end_packet(self, packet: _Packet) -> None:
+        load, solo_flows, packets, rate = self._solo_load, self._solo_flows, self._packet_count, packet[3]
+        for link in packet[2]:
+            packets[link] -= 1
+            load[link] = load[link] - rate if packets[link] or solo_flows[link] else 0.0
 
     def _leave_solo(self, links: Sequence[int]) -> None:
         """Hand every solo flow on these links to the core, and all that share links with them, and so on."""
-        waiting = [link for link in links if self._solo_flows[link]]
+        waiting = list(links)
         while waiting:
-            for flow in list(self._solo_flows[waiting.pop()]):
+            link = waiting.pop()
+            for flow in list(self._solo_flows[link]):
                 solo = self._solo[flow]
                 self._end_solo(flow, solo)
                 left = max(0.0, solo.size_bytes - solo.rate * (self._now_s - solo.start_s))
                 self._join_core(flow, solo.links, left, solo.weight, solo.bound)
-                waiting.extend(link for link in solo.links if self._solo_flows[link])
+                waiting.extend(solo.links)
+            for packet in self._packets_off(link):
+                self._end_packet(packet)
+                finish_s, flow, on, rate, weight, bound = packet
+                self._told.add(flow)
+                self._join_core(flow, on, rate * (finish_s - self._now_s), weight, bound)
+                waiting.extend(on)
+
+    def _packets_off(self, link: int) -> list[_Packet]:
+        """Take the packets on a link out of the heap."""
+        if not self._packet_count[link]:
+            return []
+        leaving = sorted(packet for packet in self._packets if link in packet[2])
+        self._packets = [packet for packet in self._packets if link not in packet[2]]
+        heapify(self._packets)
+        return leaving
 
     def _join_core(self, flow: int, links: Sequence[int], size_bytes: float, weight: float, bound: float) -> None:
         bound_link = 0
@@ -423,6 +495,7 @@ class FlowEngine:
         if self._bound_link_in[slot]:
             self._free_links.append(self._bound_link_in[slot])
         del self._slot_of[self._flow_in[slot]]
+        self._told.discard(self._flow_in[slot])
         self._links_in[slot] = ()
         self._free_slots.append(slot)
 

@@ -7,10 +7,11 @@ never above a stated limit, so that a jitter wider than its mean cannot send a m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, inf, log1p
+from math import exp, expm1, inf, log1p
+from statistics import NormalDist
 from typing import Literal
 
-import numpy as np
+from sim.chance import Uniform
 
 Kind = Literal["none", "uniform", "normal", "lognormal", "pareto", "exponential", "latency_factor"]
 
@@ -23,6 +24,9 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "exponential": ("mean_s",),
     "latency_factor": ("sigma",),
 }
+
+STANDARD = NormalDist()
+SMALLEST = 2.0**-54  # half a step of a uniform number: 0 itself has no z
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +65,34 @@ class Jitter:
     def is_none(self) -> bool:
         return self.kind == "none" or all(value == 0.0 for value in self.parameters)
 
-    def sample_s(self, latency_s: float, rng: np.random.Generator) -> float:
-        """Seconds to add to a path's latency; for 'latency_factor' this may be below 0, but not below -latency."""
-        if self.kind == "exponential":  # the one that large runs use, drawn by inversion: x = -mean·ln(1 - U)
-            return float(min(-self.parameters[0] * log1p(-rng.random()), self.limit_s))
-        first, second = (*self.parameters, 0.0, 0.0)[:2]
-        if self.kind == "none":
+    def sample_s(self, latency_s: float, rng: Uniform) -> float:
+        """Seconds to add to a path's latency; for 'latency_factor' this may be below 0, but not below -latency.
+
+        All laws are drawn by inversion, from one uniform number u each.
+        """
+        kind = self.kind
+        if kind == "none":
             return 0.0
-        if self.kind == "uniform":
-            drawn = rng.uniform(first, second)
-        elif self.kind == "normal":
-            drawn = max(0.0, rng.normal(first, second))
-        elif self.kind == "lognormal":
-            drawn = first * exp(min(second * rng.standard_normal(), 700.0))
-        elif self.kind == "pareto":
-            drawn = first * rng.pareto(second)
+        u = rng.random()
+        first = self.parameters[0]
+        if kind == "exponential":  # -mean · ln(1 - u)
+            drawn = -first * log1p(-u)
+        elif kind == "uniform":  # low + (high - low) · u
+            drawn = first + (self.parameters[1] - first) * u
+        elif kind == "normal":  # mean + deviation · z(u), z the inverse of the normal distribution
+            drawn = max(0.0, first + self.parameters[1] * _z(u))
+        elif kind == "lognormal":  # median · exp(sigma · z(u))
+            drawn = first * exp(min(self.parameters[1] * _z(u), 700.0))
+        elif kind == "pareto":  # scale · ((1 - u)^(-1/shape) - 1)
+            drawn = first * expm1(min(-log1p(-u) / self.parameters[1], 700.0))
         else:
-            drawn = latency_s * (exp(min(first * rng.standard_normal(), 700.0)) - 1.0)
-        return float(min(drawn, self.limit_s))
+            drawn = latency_s * (exp(min(first * _z(u), 700.0)) - 1.0)
+        return min(drawn, self.limit_s)
+
+
+def _z(u: float) -> float:
+    """The standard normal variable below which a share u of all lies."""
+    return STANDARD.inv_cdf(max(u, SMALLEST))
 
 
 NO_JITTER = Jitter()

@@ -21,8 +21,7 @@ from itertools import pairwise
 from math import ceil, inf, log
 from typing import NamedTuple
 
-import numpy as np
-
+from sim.chance import Uniform, number_of
 from sim.flows import FlowEngine
 from sim.jitter import NO_JITTER, Jitter
 from sim.link_faults import WHOLE, Condition, Direction, Fault, LinkFault, Partition, either
@@ -34,7 +33,7 @@ BYTES_PER_S = 1e6 / 8
 """One Mbit/s."""
 BORDER_BYTES_PER_S = 1e15
 """Of a border link: more than anything can send, until a partition closes it."""
-PATHS_KEPT = 1 << 16
+PATHS_KEPT = 1 << 17
 SHORT_SEGMENTS = 10
 """A message of up to so many segments leaves in one flight (Linux's initial window): each loss costs it a delay."""
 
@@ -49,6 +48,7 @@ class Path(NamedTuple):
     rate_bound_bytes_per_s: float
     weight: float
     jitters: tuple[Jitter, ...]
+    channel: int  # stands for who sends to whom, whatever their numbers
 
 
 class Middle(NamedTuple):
@@ -227,8 +227,30 @@ class Network:
         return path
 
     def unreachable(self, source: int, target: int, *, reply: bool = False) -> str | None:
-        """A sentence when nothing can go from `source` to `target`, else None."""
-        if source == target or (self._all_open and not self._down and not self._partitions):
+        """A sentence when `source` cannot open a connection to `target` at all, else None. Over a line that is down or
+        a closed border it can; the connection then stalls, and nobody is told."""
+        if source == target or self._all_open:
+            return None
+        hops = self._hops(source, target, reply)
+        return hops if isinstance(hops, str) else None
+
+    @property
+    def disturbs_messages(self) -> bool:
+        """Whether any line has message faults."""
+        return bool(self._disturbed)
+
+    @property
+    def closes_links(self) -> bool:
+        """Whether any line or border carries nothing."""
+        return bool(self._down or self._partitions)
+
+    def is_cut(self, links: Sequence[int]) -> bool:
+        """Whether nothing moves over these links."""
+        return any(self.engine.capacity(link) == 0.0 for link in links)
+
+    def cut_off(self, source: int, target: int, *, reply: bool = False) -> str | None:
+        """A sentence when nothing moves from `source` to `target` for now, else None."""
+        if not self.closes_links:
             return None
         hops = self._hops(source, target, reply)
         if isinstance(hops, str):
@@ -272,7 +294,7 @@ class Network:
 
     def _build(self, hops: Sequence[int]) -> Path:
         if hops[0] == hops[-1]:
-            return Path((), 0.0, 0.0, 0.0, inf, 1.0, ())
+            return Path((), 0.0, 0.0, 0.0, inf, 1.0, (), 0)
         links: tuple[int, ...] = ()
         latency_s, loss, bound = 0.0, 0.0, inf
         jitters = self._jitters
@@ -293,7 +315,9 @@ class Network:
             bound = min(bound, transport.rate_bound_bytes_per_s(2 * latency_s, loss))
         if transport.weight_bytes is not None:
             weight = transport.weight(latency_s, [self._lines[link].capacity_bytes_per_s for link in links])
-        return Path(links, latency_s * transport.latency_factor, 2 * latency_s, loss, bound, weight, jitters)
+        channel = number_of(*(self._nodes[hop].name for hop in hops))
+        factor = transport.latency_factor
+        return Path(links, latency_s * factor, 2 * latency_s, loss, bound, weight, jitters, channel)
 
     def _middle(self, source: Place, target: Place) -> Middle:
         """What lies between the access lines of two places."""
@@ -329,7 +353,7 @@ class Network:
 
     # ------------------------------------------------------------ chance
 
-    def sample_delay_s(self, path: Path, rng: np.random.Generator, size_bytes: float = 0.0) -> float:
+    def sample_delay_s(self, path: Path, rng: Uniform, size_bytes: float = 0.0) -> float:
         """One message's delay after its last byte has left the links: latency, jitter, and resends of what was lost.
 
         A lost last segment waits for the time-out, doubled each time; a loss before it, in a message short enough to
@@ -348,7 +372,7 @@ class Network:
                 delay_s += path.round_trip_s
         return max(delay_s, 0.0)
 
-    def fate(self, path: Path, rng: np.random.Generator) -> Fate:
+    def fate(self, path: Path, rng: Uniform) -> Fate:
         """What the message faults on the path make of one message; draws nothing where there are none."""
         if not self._disturbed or self._disturbed.isdisjoint(path.links):
             return DELIVERED

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from sim.world import SimWorld
 
@@ -26,7 +26,7 @@ NODE_STEP, LANE_STEP = 100_000, 10_000
 """A node's process id is its index + 1 (0 is the idle process to Perfetto); a lane's thread id is process id ·
 NODE_STEP + lane · LANE_STEP + number among those of its kind, and so unique in the trace."""
 
-Arrived = Callable[[], None]
+Arrived = Callable[[object], None]
 LatencyS = Callable[[int, int, bool], float]
 Slice = tuple[int, int, int, int, str, dict[str, Any], int]
 """node, lane, start_ns, end_ns, name, arguments, flow (0: none)"""
@@ -82,16 +82,16 @@ class Trace:
         if self._is_full(sent_ns) or source.index == target.index:
             return arrived
 
-        def drawn() -> None:
+        def drawn(_: object) -> None:
             if self._is_full(sent_ns):
-                return arrived()
-            now_ns = cast(int, source.fabric.kernel._now)
+                return arrived(None)
+            now_ns = source.fabric.kernel._now
             latency_ns = min(int(self.latency_s(source.index, target.index, reply) * 1e9), now_ns - sent_ns)
             self._flows += 1
             to = {"bytes": size, "flow": self._flows}
             self._add(source, SEND, sent_ns, now_ns - latency_ns, f"{kind} to {target.name}", **to)
             self._add(target, RECEIVE, sent_ns + latency_ns, now_ns, f"{kind} from {source.name}", **to)
-            return arrived()
+            return arrived(None)
 
         return drawn
 

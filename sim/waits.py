@@ -33,7 +33,7 @@ class Reasons:
     def __init__(self, fabric: SimFabric) -> None:
         self.fabric = fabric
         self.now_ns = int(fabric.kernel.now)
-        self.nothing_left = not fabric.kernel._queue
+        self.nothing_left = fabric.kernel.peek() == float("inf")
         carrier = fabric.carrier
         self.carrier = carrier if isinstance(carrier, FlowCarrier) else None
         self.flows: dict[tuple[int, int], int] = {}  # (source, target) -> the oldest flow under way
@@ -57,14 +57,17 @@ class Reasons:
         if callee.device_free_ns > self.now_ns:
             return f"device of {callee.name} busy until {callee.device_free_ns / SECOND_NS:.3f} s"
         if callee.calls:
-            target, kind, since_ns, _ = min(callee.calls.values(), key=lambda entry: entry[2])
-            return f"{callee.name} itself waits for {target} to answer {kind}, since {since_ns / SECOND_NS:.3f} s"
+            own = min(callee.calls, key=lambda call: call.since_ns)
+            since_s = own.since_ns / SECOND_NS
+            return f"{callee.name} itself waits for {own.callee.name} to answer {own.kind}, since {since_s:.3f} s"
         return f"{callee.name} serves it and waits for another of its own tasks"
 
     def _on_the_way(self, source: int, target: int, what: str, left_ns: int, *, reply: bool) -> str:
         names = self.fabric.by_index
-        if (sentence := self.fabric.carrier.unreachable(source, target, reply=reply)) is not None:
-            return sentence
+        if self.carrier is not None:
+            sentence = self.carrier.network.cut_off(source, target, reply=reply)
+            if sentence is not None:
+                return sentence
         if self.carrier is None or (source, target) not in self.flows:
             way = f"{what} left {names[source].name} for {names[target].name} at {left_ns / SECOND_NS:.3f} s"
             if self.nothing_left or self.now_ns - left_ns > LOST_AFTER_S * SECOND_NS:

@@ -16,7 +16,7 @@ A call that brings no answer counts all its time after coming (or all of it, whe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from simpy.events import Event
 
@@ -26,7 +26,7 @@ from sim.trace import Trace
 from sim.world import SimWorld
 
 SECOND_NS = 1_000_000_000
-Arrived = Callable[[], None]
+Arrived = Callable[[object], None]
 Tap = Callable[["OpenCall", "Message | BaseException"], None]
 
 
@@ -88,7 +88,7 @@ class Watch:
         self, reply: Event, caller: SimWorld, callee: SimWorld, message: Message, size_bytes: int, arrived: Arrived
     ) -> Arrived:
         """A call leaves. Returns what is to be called when it arrives."""
-        now_ns = cast(int, caller.fabric.kernel._now)
+        now_ns = caller.fabric.kernel._now
         call = self.open[reply] = OpenCall(caller, callee, message, now_ns)
         if self.trace is not None:
             return self.trace.message(caller, callee, call.kind, size_bytes, now_ns, arrived, False)
@@ -99,7 +99,7 @@ class Watch:
         call = self.open.get(reply)
         if call is not None and call.came_ns < 0:
             call.callee = callee
-            call.came_ns = now_ns = cast(int, callee.fabric.kernel._now)
+            call.came_ns = now_ns = callee.fabric.kernel._now
             call.busy_ns = callee.busy_ns(now_ns)
 
     def call_answered(
@@ -107,7 +107,7 @@ class Watch:
     ) -> Arrived:
         """The answer leaves. Returns what is to be called when it is back."""
         call = self.open.get(reply)
-        now_ns = cast(int, callee.fabric.kernel._now)
+        now_ns = callee.fabric.kernel._now
         if call is not None:
             call.answered_ns = now_ns
             call.device_ns = callee.busy_ns(now_ns) - call.busy_ns
@@ -124,7 +124,7 @@ class Watch:
         call = self.open.pop(reply, None)
         if call is None:
             return
-        now_ns = cast(int, call.caller.fabric.kernel._now)
+        now_ns = call.caller.fabric.kernel._now
         total_ns = now_ns - call.begun_ns
         here_ns = device_ns = 0  # at the callee
         if call.answered_ns >= 0:

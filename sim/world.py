@@ -6,20 +6,24 @@ it is charged for its exact encoded size, over the same links as everything else
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Mapping
-from functools import lru_cache, partial
-from heapq import heappop, heappush
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
-from simpy.events import Event
+from simpy.events import PENDING, Event
 
 from refimpl.messages import BadMessage, Message, size_bytes
 from refimpl.work import Work
 from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
-from sim.kernel import SECOND_NS, Kernel, Task, happen, to_ns, wait
+from sim.kernel import NEVER_NS, SECOND_NS, Instant, Kernel, Task, happen, to_ns, wait
 
 T = TypeVar("T")
+
+
+Arrived = Callable[[object], None]
+"""What is called when a message has come; what it is handed says nothing."""
 
 
 class Carrier(Protocol):
@@ -30,7 +34,7 @@ class Carrier(Protocol):
         source: int,
         target: int,
         size_bytes: int,
-        arrived: Callable[[], None],
+        arrived: Arrived,
         kind: str | None,
         *,
         reply: bool = False,
@@ -39,7 +43,7 @@ class Carrier(Protocol):
         keep their order; those of kind None may overtake."""
         ...
 
-    def reset(self, source: int, target: int, arrived: Callable[[], None]) -> None:
+    def reset(self, source: int, target: int, arrived: Arrived) -> None:
         """`target` learns after the path's latency that `source` is gone."""
         ...
 
@@ -70,16 +74,16 @@ class Watcher(Protocol):
         callee: SimWorld,
         message: Message,
         size_bytes: int,
-        arrived: Callable[[], None],
-    ) -> Callable[[], None]:
+        arrived: Arrived,
+    ) -> Arrived:
         """A call leaves. Returns what is to be called when it arrives."""
         ...
 
     def call_came(self, reply: Event, callee: SimWorld) -> None: ...
 
     def call_answered(
-        self, reply: Event, callee: SimWorld, caller: SimWorld, answer: Any, size: int, back: Callable[[], None]
-    ) -> Callable[[], None]:
+        self, reply: Event, callee: SimWorld, caller: SimWorld, answer: Any, size: int, back: Arrived
+    ) -> Arrived:
         """The answer leaves. Returns what is to be called when it is back."""
         ...
 
@@ -92,46 +96,77 @@ Pricer = Callable[[Work], float]
 """Seconds that a node's device takes for a piece of work."""
 
 
+class Call(Instant):
+    """A call under way; it happens when its caller learns how it ended."""
+
+    __slots__ = ("callee", "caller", "kind", "message", "outcome", "since_ns", "timeout_s", "until_ns", "watch")
+
+    def __init__(
+        self, caller: SimWorld, callee: SimWorld, message: Message, timeout_s: float, watch: Watcher | None
+    ) -> None:
+        super().__init__(kernel := caller.fabric.kernel)
+        self.caller, self.callee, self.message = caller, callee, message
+        self.kind = type(message).__name__
+        self.timeout_s, self.since_ns = timeout_s, kernel._now
+        self.until_ns = kernel._now + to_ns(timeout_s)
+        self.watch = watch  # who is told of it, if anybody
+        self.outcome: Message | BaseException | None = None  # what is on its way back
+
+    def come(self, _: object = None) -> None:
+        """It has arrived at the callee."""
+        self.callee.receive(self)
+
+    def come_back(self, _: object = None) -> None:
+        """Its outcome has arrived at the caller."""
+        if self._value is PENDING:
+            happen(self, isinstance(self.outcome, Message), self.outcome)
+
+    def expire(self, _: object = None) -> None:
+        """Its time is over."""
+        if self._value is PENDING:
+            late = Timeout(f"{self.callee.name!r} did not answer {self.kind} within {self.timeout_s:g} s")
+            happen(self, False, late)
+
+
 class Deadlines:
-    """Time-outs of calls. Nearly all calls are answered in time, so a deadline is an entry in a heap, not an event: one
-    event, at the earliest deadline of a call that is still open, serves them all."""
+    """Time-outs of calls. Nearly all calls are answered in time, so a deadline is no event, but an entry in a queue of
+    all calls of the same patience, which are due in the order in which they began. One event, at the earliest deadline
+    of a call that is still open, serves them all."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._heap: list[tuple[int, int, int, Event, tuple[str, str, float]]] = []  # time, node, sequence, call, what
-        self._sequence = 0
-        self._armed_ns = 1 << 62
+        self._queues: dict[float, deque[Call]] = {}  # by time-out
+        self._armed_ns = NEVER_NS
 
-    def add(self, time_ns: int, node: int, reply: Event, what: tuple[str, str, float]) -> None:
-        """Fail `reply` at `time_ns` if it has not come by then; `what` is (target, kind of message, time-out)."""
-        self._sequence += 1
-        heappush(self._heap, (time_ns, node, self._sequence, reply, what))
-        if time_ns < self._armed_ns:
-            self._arm(time_ns)
+    def add(self, call: Call) -> None:
+        """Let `call` expire if nothing has come of it by its time."""
+        queue = self._queues.get(call.timeout_s)
+        if queue is None:
+            queue = self._queues[call.timeout_s] = deque()
+        queue.append(call)
+        if call.until_ns < self._armed_ns:
+            self._arm(call.until_ns)
 
     def _arm(self, time_ns: int) -> None:
         self._armed_ns = time_ns
-        self._kernel.at(0, time_ns, self._look)
+        self._kernel.call_at(0, time_ns, self._look, time_ns)
 
-    def _look(self, _: Event) -> None:
-        now_ns = cast(int, self._kernel._now)
-        if now_ns < self._armed_ns:
+    def _look(self, armed_ns: int) -> None:
+        if armed_ns != self._armed_ns:  # an earlier look took its place
             return
-        heap = self._heap
-        while heap and (heap[0][0] <= now_ns or heap[0][3].callbacks is None):
-            entry = heappop(heap)
-            node, reply, (target, kind, timeout_s) = entry[1], entry[3], entry[4]
-            if not reply.triggered:
-                late = Timeout(f"{target!r} did not answer {kind} within {timeout_s:g} s")
-                self._kernel.at(node, now_ns, partial(self._fail, reply, late))
-        self._armed_ns = 1 << 62
-        if heap:
-            self._arm(heap[0][0])
-
-    @staticmethod
-    def _fail(reply: Event, late: Timeout, _: Event) -> None:
-        if not reply.triggered:
-            happen(reply, False, late)
+        kernel, next_ns = self._kernel, NEVER_NS
+        for timeout_s, queue in list(self._queues.items()):
+            while queue and (queue[0].callbacks is None or queue[0].until_ns <= armed_ns):
+                call = queue.popleft()
+                if call.callbacks is not None:
+                    kernel.call_at(call.caller.index, armed_ns, call.expire, None)
+            if queue:
+                next_ns = min(next_ns, queue[0].until_ns)
+            else:
+                del self._queues[timeout_s]
+        self._armed_ns = NEVER_NS
+        if next_ns < NEVER_NS:
+            self._arm(next_ns)
 
 
 class SimSignal:
@@ -149,10 +184,10 @@ class SimSignal:
         waiting, self._waiting = self._waiting, []
         kernel = self._world.fabric.kernel
         for event in waiting:
-            kernel.at(self._world.index, cast(int, kernel._now), partial(self._fire, event))
+            kernel.call_at(self._world.index, kernel._now, self._fire, event)
 
     @staticmethod
-    def _fire(event: Event, _: Event) -> None:
+    def _fire(event: Event) -> None:
         if event.callbacks is not None:
             happen(event, True, None)
 
@@ -163,7 +198,7 @@ class SimSignal:
         if self._set:
             return True
         kernel = self._world.fabric.kernel
-        event = Event(kernel)
+        event = Instant(kernel)
         self._waiting.append(event)
         if timeout_s is None:
             await wait(event)
@@ -189,11 +224,11 @@ class SimWorld:
         self.slowness = 1.0  # a fault may make the device this many times slower
         self.skew_s = 0.0  # how far its clock is ahead
         self.disk_full = False
-        self._unheard: list[tuple[SimWorld, Message, Event]] = []  # calls that came while it hung
+        self._unheard: list[Call] = []  # calls that came while it hung
         self._stood: list[tuple[Task, Event]] = []  # its own tasks whose turn came while it hung
         self.handlers: dict[type[Message], Handler] = {}
         self.tasks: dict[Task, None] = {}  # in the order begun: a set's order would differ from run to run
-        self.calls: dict[Event, tuple[str, str, int, int]] = {}  # open calls: target, message, since when, until when
+        self.calls: dict[Call, None] = {}  # those that it waits for, in the order begun
         self.device_free_ns = 0  # when the device will have done all that it was asked
         self._device_ns = 0  # all that it was asked
 
@@ -204,7 +239,7 @@ class SimWorld:
         return self._rng
 
     def now(self) -> float:
-        return cast(int, self.fabric.kernel._now) / SECOND_NS + self.skew_s
+        return self.fabric.kernel._now / SECOND_NS + self.skew_s
 
     def busy_ns(self, now_ns: int) -> int:
         """How long the device has worked so far. What is still to do is done without a pause."""
@@ -217,14 +252,13 @@ class SimWorld:
 
     async def _sleep_ns(self, duration_ns: int) -> None:
         kernel = self.fabric.kernel
-        event = Event(kernel)
+        event = Instant(kernel)
         event._ok, event._value = True, None
         kernel.schedule_for(self.index, event, delay=duration_ns)
         await wait(event)
 
     async def call(self, target: str, message: Message, timeout_s: float) -> Any:
         fabric = self.fabric
-        kernel = fabric.kernel
         callee = fabric.nodes.get(target)
         if callee is None:
             raise Unreachable(f"there is no node {target!r}")
@@ -234,68 +268,62 @@ class SimWorld:
             raise Refused(f"{type(message).__name__} is not a wire message") from error
         if (sentence := fabric.carrier.unreachable(self.index, callee.index)) is not None:
             raise Unreachable(sentence)
-        reply = Event(kernel)
-        kind = type(message).__name__
-        now_ns = cast(int, kernel._now)
-        deadline_ns = now_ns + to_ns(timeout_s)
-        self.calls[reply] = (target, kind, now_ns, deadline_ns)
-        arrived: Callable[[], None] = lambda: callee.receive(self, message, reply)  # noqa: E731
         watch = fabric.watch
-        if watch is not None and kind in watch.passed_over:
+        if watch is not None and type(message).__name__ in watch.passed_over:
             watch = None
+        call = Call(self, callee, message, timeout_s, watch)
+        self.calls[call] = None
+        arrived: Arrived = call.come
         if watch is not None:
-            arrived = watch.call_begun(reply, self, callee, message, size, arrived)
-
-        fabric.deadlines.add(deadline_ns, self.index, reply, (target, kind, timeout_s))
-        channel = None if carries_bulk(message) else kind
+            arrived = watch.call_begun(call, self, callee, message, size, arrived)
+        fabric.deadlines.add(call)
+        channel = None if carries_bulk(message) else call.kind
         fabric.carrier.send(self.index, callee.index, size, arrived, channel)
         try:
-            return await wait(reply)
+            return await wait(call)
         finally:
-            self.calls.pop(reply, None)
+            self.calls.pop(call, None)
             if watch is not None:
-                watch.call_ended(reply)
+                watch.call_ended(call)
 
-    def receive(self, source: SimWorld, message: Message, reply: Event) -> None:
-        """A call has arrived at this node."""
-        if (watch := self.fabric.watch) is not None:
-            watch.call_came(reply, self)
+    def receive(self, call: Call) -> None:
+        """A call has arrived at this node, or at the one that had its name when the call left."""
+        if call.watch is not None:
+            call.watch.call_came(call, self)
         if not self.alive:
-            return self._send_back(source, reply, Unreachable(f"node {self.name!r} is down"))
+            return self._send_back(call, Unreachable(f"node {self.name!r} is down"))
         if self.hung:
-            return self._unheard.append((source, message, reply))
-        handler = self.handlers.get(type(message))
+            return self._unheard.append(call)
+        handler = self.handlers.get(type(call.message))
         if handler is None:
-            refusal = Refused(f"node {self.name!r} serves no {type(message).__name__}")
-            return self._send_back(source, reply, refusal)
-        kind = type(message).__name__
-        coroutine = cast("Coroutine[Any, Any, Any]", handler(source.name, message))
+            return self._send_back(call, Refused(f"node {self.name!r} serves no {call.kind}"))
+        coroutine = cast("Coroutine[Any, Any, Any]", handler(call.caller.name, call.message))
         try:  # most handlers answer without waiting, and need no task
             awaited = coroutine.send(None)
         except StopIteration as stop:
-            return self._answer(source, reply, kind, True, stop.value)
+            return self._answer(call, True, stop.value)
         except Exception as error:
-            return self._answer(source, reply, kind, False, error)
+            return self._answer(call, False, error)
         serving = self.fabric.serving.setdefault(self.index, {})
-        serving[reply] = source
+        serving[call] = None
 
         def ended(task: Task, ok: bool, value: Any) -> None:
             self.tasks.pop(task, None)
-            serving.pop(reply, None)
-            self._answer(source, reply, kind, ok, value)
+            serving.pop(call, None)
+            self._answer(call, ok, value)
 
-        task = Task(self.fabric.kernel, self.index, coroutine, ended, f"handler of {kind}", self)
+        task = Task(self.fabric.kernel, self.index, coroutine, ended, f"handler of {call.kind}", self)
         self.tasks[task] = None
         return task.wait_for(awaited)
 
-    def _answer(self, source: SimWorld, reply: Event, kind: str, ok: bool, value: Any) -> None:
+    def _answer(self, call: Call, ok: bool, value: Any) -> None:
         """The handler has ended: send its reply, its refusal, or a refusal that stands for its bug."""
         if ok and not isinstance(value, Message):
             ok, value = False, TypeError(f"the handler returned {type(value).__name__}, a message was expected")
         if not ok and not isinstance(value, Refused | BadMessage):
-            self.fabric.report(TaskFailure(self.name, f"handler of {kind}", value))
-            value = Refused(f"node {self.name!r} failed inside its handler of {kind}")
-        self._send_back(source, reply, value)
+            self.fabric.report(TaskFailure(self.name, f"handler of {call.kind}", value))
+            value = Refused(f"node {self.name!r} failed inside its handler of {call.kind}")
+        self._send_back(call, value)
 
     def hang(self) -> None:
         """Stand still: connections stay open, nothing is answered, and its own tasks do not go on."""
@@ -315,26 +343,22 @@ class SimWorld:
         for task, event in stood:
             task.resume(event)
         unheard, self._unheard = self._unheard, []
-        for source, message, reply in unheard:
-            self.receive(source, message, reply)
+        for call in unheard:
+            self.receive(call)
 
-    def _send_back(self, source: SimWorld, reply: Event, outcome: Message | BaseException) -> None:
+    def _send_back(self, call: Call, outcome: Message | BaseException) -> None:
         if isinstance(outcome, BadMessage):
             outcome = Refused(str(outcome))
         size = size_bytes(outcome) if isinstance(outcome, Message) else 64
-
-        def arrived() -> None:
-            if not reply.triggered:
-                happen(reply, isinstance(outcome, Message), outcome)
-
-        back: Callable[[], None] = arrived
-        if (watch := self.fabric.watch) is not None:
-            back = watch.call_answered(reply, self, source, outcome, size, arrived)
+        call.outcome, caller = outcome, call.caller
+        back: Arrived = call.come_back
+        if call.watch is not None:
+            back = call.watch.call_answered(call, self, caller, outcome, size, back)
         if isinstance(outcome, Unreachable):
-            return self.fabric.carrier.reset(self.index, source.index, back)
+            return self.fabric.carrier.reset(self.index, caller.index, back)
         # over a line that is down or a closed border it stalls, and goes on when that is mended, as over a connection
         kind = None if carries_bulk(outcome) else type(outcome).__name__
-        return self.fabric.carrier.send(self.index, source.index, size, back, kind, reply=True)
+        return self.fabric.carrier.send(self.index, caller.index, size, back, kind, reply=True)
 
     def serve(self, handlers: Mapping[type[Message], Handler]) -> None:
         self.handlers.update(handlers)
@@ -357,7 +381,7 @@ class SimWorld:
             return []
         outcomes: list[tuple[bool, Any]] = [(False, None)] * len(coroutines)
         left = len(coroutines)
-        all_ended = Event(self.fabric.kernel)
+        all_ended = Instant(self.fabric.kernel)
 
         def ended_at(place: int) -> Callable[[Task, bool, Any], None]:
             def ended(task: Task, ok: bool, value: Any) -> None:
@@ -383,7 +407,7 @@ class SimWorld:
 
     async def compute(self, work: Work | Callable[[T], Work], fn: Callable[[], T]) -> T:
         """`fn` runs at once; its result is there when the device would have had it, after what was asked before."""
-        now_ns = cast(int, self.fabric.kernel._now)
+        now_ns = self.fabric.kernel._now
         try:
             result, error = fn(), None
         except Exception as raised:
@@ -432,20 +456,21 @@ class SimFabric:
         self.nodes: dict[str, SimWorld] = {}
         self.by_index: list[SimWorld] = []
         self.failures: list[TaskFailure] = []
-        self.serving: dict[int, dict[Event, SimWorld]] = {}  # callee -> open calls and their callers
+        self.serving: dict[int, dict[Call, None]] = {}  # callee -> the calls that it is at
         self.deadlines = Deadlines(self.kernel)
 
     def now_s(self) -> float:
         """True virtual time, whatever any node's clock says."""
-        return cast(int, self.kernel._now) / SECOND_NS
+        return self.kernel._now / SECOND_NS
 
     def record(self, kind: str, node: str, **fields: Any) -> None:
         if self.recorder is not None:
-            self.recorder.event(cast(int, self.kernel._now), kind, node, **fields)
+            self.recorder.event(self.kernel._now, kind, node, **fields)
 
     def report(self, failure: TaskFailure) -> None:
         """A task failed and nobody is left to hear it: the run ends with its name."""
         self.failures.append(failure)
+        self.kernel.halted = True
 
     def node(self, name: str, price: Pricer = lambda work: 0.0, *, index: int | None = None) -> SimWorld:
         """A new node, or a killed one back again with nothing of its past (same place in the network)."""
@@ -468,11 +493,10 @@ class SimFabric:
         for task in list(node.tasks):
             task.kill()
         node.tasks.clear()
-        for reply in list(node.calls):
-            node.calls.pop(reply, None)
+        node.calls.clear()
         self.carrier.drop(node.index)
-        for reply, source in self.serving.pop(node.index, {}).items():
-            node._send_back(source, reply, Unreachable(f"node {name!r} was lost in mid-call"))
+        for call in self.serving.pop(node.index, {}):
+            node._send_back(call, Unreachable(f"node {name!r} was lost in mid-call"))
 
     def run(self, main: Coroutine[Any, Any, T], *, node: str | None = None, until_s: float = float("inf")) -> T:
         """Run until `main` ends (its result), a task fails (TaskFailed), or virtual time passes `until_s`.
@@ -481,10 +505,14 @@ class SimFabric:
         """
         outcome: list[tuple[bool, Any]] = []
         index = self.nodes[node].index if node is not None else 0
-        task = Task(self.kernel, index, main, lambda _, ok, value: outcome.append((ok, value)), "main")
-        task.start_soon()
-        until_ns = (1 << 62) if until_s == float("inf") else to_ns(until_s)
-        self.kernel.run_through(until_ns, lambda: bool(outcome or self.failures))
+
+        def ended(task: Task, ok: bool, value: Any) -> None:
+            outcome.append((ok, value))
+            self.kernel.halted = True
+
+        self.kernel.halted = bool(self.failures)
+        Task(self.kernel, index, main, ended, "main").start_soon()
+        self.kernel.run_through(NEVER_NS if until_s == float("inf") else to_ns(until_s))
         if self.failures:
             raise TaskFailed(str(self.failures[0])) from self.failures[0].error
         if not outcome:
@@ -496,11 +524,12 @@ class SimFabric:
 
     def who_waits(self) -> str:
         """A sentence per open call: who waits for whom, for what, since when."""
-        now_ns = cast(int, self.kernel._now)
+        now_ns = self.kernel._now
         lines = [
-            f"{world.name} has waited {(now_ns - since_ns) / SECOND_NS:.3f} s for {target} to answer {kind}"
+            f"{world.name} has waited {(now_ns - call.since_ns) / SECOND_NS:.3f} s for {call.callee.name} to answer "
+            f"{call.kind}"
             for world in self.by_index
-            for target, kind, since_ns, _ in world.calls.values()
+            for call in world.calls
         ]
         head = f"at {now_ns / SECOND_NS:.3f} s nothing can happen any more and the run has not ended"
         return head + ("".join(f"\n  {line}" for line in lines) or "; no call is open: a signal was never set")

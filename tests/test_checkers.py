@@ -13,7 +13,7 @@ import pytest
 from simpy.events import Event
 
 from refimpl.identity import Identity
-from refimpl.messages import AskWork, Assignment, Blob, Message, Ok, Submission, Verdict, wire
+from refimpl.messages import AskAccount, AskWork, Assignment, Blob, Message, Ok, Submission, Verdict, wire
 from refimpl.world import TaskFailure
 from sim.checkers import CHECKERS, Bounds, View, check
 from sim.facts import Facts
@@ -21,6 +21,7 @@ from sim.kernel import LATE, to_ns
 from sim.oversight import Oversight
 from sim.run import run_scenario
 from sim.watch import Watch
+from sim.world import Call
 from tests.swarms import troubled
 from tests.worlds import sim_fabric
 
@@ -127,7 +128,10 @@ def task_fails(view: View) -> None:
 
 
 def call_without_end(view: View) -> None:
-    view.fabric.nodes["steady-0"].calls[Event(view.fabric.kernel)] = ("validator", "Submission", 0, SECOND_NS)
+    worker, validator = view.fabric.nodes["steady-0"], view.fabric.nodes["validator"]
+    call = Call(worker, validator, AskAccount("key"), 1.0, None)
+    call.since_ns, call.until_ns = 0, SECOND_NS
+    worker.calls[call] = None
 
 
 def judged_again(view: View) -> None:

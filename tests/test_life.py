@@ -10,7 +10,7 @@ import pytest
 
 from refimpl.messages import Message, wire
 from refimpl.work import Seconds
-from refimpl.world import CallError, Timeout, Unreachable, derive_rng
+from refimpl.world import CallError, Timeout, Unreachable
 from sim.carrier import FlowCarrier
 from sim.churn import ChurnEvent
 from sim.fabric import build
@@ -46,9 +46,7 @@ class Stage:
 
     def __init__(self, *nodes: str, churn: tuple[ChurnEvent, ...] = (), faults: tuple[FaultPart, ...] = ()) -> None:
         self.network = Network(borders=True)
-        self.fabric = SimFabric(
-            run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, self.network, derive_rng(1, "network"))
-        )
+        self.fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, self.network, 1))
         self.names = ("hub", *nodes)
         self.starts: list[tuple[float, str, bool]] = []
         self.stops: list[tuple[float, str]] = []
@@ -165,8 +163,20 @@ def test_a_cut_line_stops_one_way_or_both_and_what_was_under_way_arrives_after_i
 
 def test_a_partition_cuts_regions_off_and_heals() -> None:
     stage = Stage("a", faults=(FaultPart(kind="partition", regions=("west",), start_s=10, end_s=30),))
-    outcomes = stage.run(60, (5, "a", 5), (12, "a", 5), (40, "a", 5))
-    assert [kind for kind, _ in outcomes] == ["ok", "Unreachable", "ok"]
+    outcomes = stage.run(60, (5, "a", 5), (12, "a", 5), (15, "a", 30), (40, "a", 5))
+    assert [kind for kind, _ in outcomes] == ["ok", "Timeout", "ok", "ok"]
+    assert outcomes[1][1] == 17.0  # nobody tells a caller that a line is cut: it waits its time out
+    assert 31 < outcomes[2][1] < 34  # what stalled goes on when the border opens, behind the one given up
+
+
+def test_a_connection_over_a_dead_line_is_given_up_after_two_minutes() -> None:
+    dead = FaultPart(kind="link", nodes=("a",), start_s=10, end_s=200, working=False)
+    stage = Stage("a", faults=(dead,))
+    outcomes = stage.run(400, (20, "a", 300), (100, "a", 300))
+    # tried at 20 until 147, when nobody tries any longer; tried at 100 until 227, and the line is whole at 200
+    assert outcomes[0] == ("Timeout", 320.0)
+    assert outcomes[1] == ("ok", pytest.approx(201.0, abs=0.2))
+    assert list(stage.fabric.carrier.under_way()) == []
 
 
 def test_lost_messages_are_time_outs_and_duplicated_ones_are_served_once() -> None:
@@ -268,14 +278,14 @@ def test_a_hung_nodes_own_tasks_stand_still_and_go_on_when_it_wakes() -> None:
 def test_with_simgrids_tcp_model_the_links_are_taken_after_the_latency() -> None:
     """LV08: 13.01 times the latency first, then size / (0.97 · rate): 2 ms · 13.01 + 1e6 / (0.97 · 1e6 byte/s)."""
     network = Network(transport=LV08)
-    fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(1, "network")))
+    fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, 1))
     for name in ("a", "b"):
         fabric.node(name)
         network.add_node(uplink_mbit_s=8.0, downlink_mbit_s=80.0, latency_ms=1.0)
     came: list[float] = []
 
     async def main() -> None:
-        fabric.carrier.send(0, 1, 1_000_000, lambda: came.append(fabric.now_s()), None)
+        fabric.carrier.send(0, 1, 1_000_000, lambda _: came.append(fabric.now_s()), None)
         await fabric.nodes["a"].sleep(10.0)
 
     fabric.run(main())
@@ -327,7 +337,7 @@ def arrival_s(fault: str, source: str, target: str) -> float:
 
     async def main() -> None:
         life.begin(names, (), [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults])
-        fabric.carrier.send(a, b, 10_000_000, lambda: came.append(fabric.now_s()), None)
+        fabric.carrier.send(a, b, 10_000_000, lambda _: came.append(fabric.now_s()), None)
         await desk.sleep(90)
 
     fabric.run(main(), node=desk.name)

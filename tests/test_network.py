@@ -311,10 +311,11 @@ def test_a_line_down_one_way_stalls_that_way_only_and_says_so() -> None:
     there, back = send(network, 0, 2, 1e6), send(network, 2, 0, 1e6)
     network.apply(0.5, "cut", LinkFault(node=0, direction="up", working=False))
     assert (network.engine.rate(there), network.engine.rate(back)) == (0.0, 1e6)
-    assert network.unreachable(0, 2) == "uplink of node 0 is down, since 0.500 s"
-    assert network.unreachable(2, 0) is None
+    assert network.cut_off(0, 2) == "uplink of node 0 is down, since 0.500 s"
+    assert network.cut_off(2, 0) is None
+    assert network.unreachable(0, 2) is None  # nobody is told: what is sent stalls
     network.lift(10.0, "cut")
-    assert network.unreachable(0, 2) is None
+    assert network.cut_off(0, 2) is None
     assert network.engine.advance(20.0) == [(back, pytest.approx(1.0)), (there, pytest.approx(10.5))]
 
 
@@ -346,8 +347,8 @@ def test_a_partition_stops_what_is_under_way_and_heals() -> None:
     network = two_regions(borders=True)
     across, inside, other = send(network, 0, 2, 1e6), send(network, 1, 0, 1e6), send(network, 3, 2, 1e6)
     network.apply(0.25, "split", Partition(regions=frozenset({"eu"})))
-    assert network.unreachable(0, 2) == "partition 'split' cuts eu off from us, since 0.250 s"
-    assert network.unreachable(2, 1) is not None and network.unreachable(0, 1) is None
+    assert network.cut_off(0, 2) == "partition 'split' cuts eu off from us, since 0.250 s"
+    assert network.cut_off(2, 1) is not None and network.cut_off(0, 1) is None
     assert sorted(flow for flow, _ in network.engine.advance(9.0)) == [inside, other]
     late = send(network, 2, 1, 1e6, now_s=9.0)  # a border first crossed during the partition is closed too
     assert network.engine.rate(late) == 0.0
@@ -358,7 +359,7 @@ def test_a_partition_stops_what_is_under_way_and_heals() -> None:
 def test_a_partition_one_way() -> None:
     network = two_regions(borders=True)
     network.apply(0.0, "mute", Partition(regions=frozenset({"us"}), direction="up"))
-    assert network.unreachable(2, 0) is not None and network.unreachable(0, 2) is None
+    assert network.cut_off(2, 0) is not None and network.cut_off(0, 2) is None
 
 
 def test_packet_loss_slows_and_is_lifted() -> None:

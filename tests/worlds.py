@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from refimpl.world import derive_rng
 from sim.carrier import FlowCarrier
 from sim.network import Network
 from sim.world import SimFabric
@@ -15,9 +14,7 @@ class _Fabric(SimFabric):
 
     def __init__(self, run_seed: int) -> None:
         self.network = Network()
-        super().__init__(
-            run_seed=run_seed, carrier=lambda kernel: FlowCarrier(kernel, self.network, derive_rng(run_seed, "network"))
-        )
+        super().__init__(run_seed=run_seed, carrier=lambda kernel: FlowCarrier(kernel, self.network, run_seed))
 
     def node(self, name: str, *arguments: Any, **options: Any) -> Any:
         world = super().node(name, *arguments, **options)

@@ -15,7 +15,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from refimpl.messages import Heartbeat, Message, Ok
-from refimpl.world import derive_rng
 from sim.carrier import FlowCarrier
 from sim.network import Network
 from sim.world import SimFabric
@@ -26,7 +25,7 @@ KEY = "ab" * 32
 def measure(nodes: int, calls: int) -> tuple[float, float]:
     """(calls per second, kernel events per call): every node calls one hub about once a virtual minute."""
     network = Network(regions="p2p", jitter_ms=5.0)
-    fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(1, "network")))
+    fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, 1))
     hub = fabric.node("hub")
     network.add_node(uplink_mbit_s=10_000.0, downlink_mbit_s=10_000.0, latency_ms=1.0, region="europe")
 

@@ -137,10 +137,12 @@ class Worker:
 
     async def _beat(self) -> None:
         """Say that this node is alive, for as long as it works. A beat that is lost is lost."""
-        config, key = self.config, self.identity.public_key
+        config, beat = self.config, Heartbeat(self.identity.public_key, self.tasks_done)
         while not self._stopped.is_set():
+            if beat.tasks_done != self.tasks_done:
+                beat = Heartbeat(beat.public_key, self.tasks_done)
             with contextlib.suppress(CallError):
-                await self.world.call(config.orchestrator, Heartbeat(key, self.tasks_done), config.heartbeat_timeout_s)
+                await self.world.call(config.orchestrator, beat, config.heartbeat_timeout_s)
             await self._stopped.wait(config.heartbeat_s)
 
     async def _do(self, assignment: Assignment) -> None:
