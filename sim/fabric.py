@@ -12,7 +12,7 @@ from sim.jitter import NO_JITTER, Jitter
 from sim.network import Network
 from sim.record import EventLog
 from sim.regions import region_set
-from sim.scenario import Scenario
+from sim.scenario import Member, Scenario
 from sim.transport import FAIR, LV08, TCP
 from sim.world import SimFabric, SimWorld
 
@@ -28,8 +28,13 @@ def journal_for(world: SimWorld) -> Callable[..., None]:
     return journal
 
 
+def members_by_name(scenario: Scenario) -> list[Member]:
+    """All nodes. Things that happen at one instant happen in this order."""
+    return sorted(scenario.members(), key=lambda member: member.name)
+
+
 def build_network(scenario: Scenario) -> Network:
-    """The scenario's places, lines and nodes, numbered in the file's order."""
+    """The scenario's places, lines and nodes, numbered in the order of their names, whatever the file's."""
     borders = any(fault.kind == "partition" for fault in scenario.faults)
     links = scenario.network
     network = Network(
@@ -45,8 +50,8 @@ def build_network(scenario: Scenario) -> Network:
         network.add_site(site.name, uplink_mbit_s=site.uplink_mbit_s, downlink_mbit_s=site.downlink_mbit_s)
     for trunk in links.trunks:
         network.add_trunk(trunk.region, out_mbit_s=trunk.out_mbit_s, in_mbit_s=trunk.in_mbit_s)
-    place_of = {member.name: place for place, member in enumerate(scenario.members())}
-    for member in scenario.members():
+    place_of = {member.name: place for place, member in enumerate(members_by_name(scenario))}
+    for member in members_by_name(scenario):
         group = member.group
         network.add_node(
             name=member.name,
@@ -70,7 +75,7 @@ def build(scenario: Scenario, seed: int, log: EventLog) -> tuple[SimFabric, Netw
         carrier=lambda kernel: FlowCarrier(kernel, network, seed),
         recorder=log,
     )
-    for member in scenario.members():
+    for member in members_by_name(scenario):
         fabric.node(member.name, find_device(member.group.device).price)
     return fabric, network
 

@@ -157,10 +157,9 @@ class FlowEngine:
             return
         for packet in self._packets_off(link):
             self._end_packet(packet)  # a packet's end has been told, and stays
-        if capacity_bytes_per_s == 0.0:
-            for flow in [flow for flow in self._told if link in self._links_in[self._slot_of[flow]]]:
-                detach(self._core, self._slot_of[flow], self._now_s)
-                self._forget(self._slot_of[flow])
+        for flow in sorted(flow for flow in self._told if link in self._links_in[self._slot_of[flow]]):
+            detach(self._core, self._slot_of[flow], self._now_s)
+            self._forget(self._slot_of[flow])
         self._leave_solo((link,))
         self._capacity[link] = float(capacity_bytes_per_s)
         change_capacity(self._core, link, float(capacity_bytes_per_s))
@@ -230,6 +229,8 @@ class FlowEngine:
         infinity, and nothing has begun, when it would have to share a link. Its bytes occupy the links like others."""
         if now_s != self._now_s:
             self._move_to(now_s)
+        if size_bytes == 0.0:
+            return now_s
         capacity, load = self._capacity, self._solo_load
         rate = rate_bound_bytes_per_s
         for link in links:

@@ -39,6 +39,7 @@ def scenarios(draw: st.DrawFn) -> tuple[list[float], list[Step]]:
     step = st.one_of(
         st.tuples(st.just("start"), PAUSES, links, SIZES, WEIGHTS, BOUNDS),
         st.tuples(st.just("start"), st.just(0.0), links, SIZES, st.just(1.0), st.just(math.inf)),
+        st.tuples(st.just("packet"), PAUSES, links, SIZES, WEIGHTS, BOUNDS),
         st.tuples(st.just("cancel"), PAUSES, st.integers(0, 30)),
         st.tuples(st.just("capacity"), PAUSES, st.integers(0, len(capacities) - 1), CAPACITIES),
         st.tuples(st.just("advance"), PAUSES),
@@ -56,7 +57,7 @@ class SideBySide:
         self.capacities = list(capacities)
         self.now_s = 0.0
         self.flows: dict[int, dict[str, Any]] = {}  # under way, by number; numbers agree in both
-        self.sent: dict[int, float] = {}
+        self.packets: dict[int, dict[str, Any]] = {}  # those that are flows of the twin only
 
     def do(self, step: Step) -> None:
         kind, pause_s = step[0], step[1]
@@ -72,6 +73,17 @@ class SideBySide:
             flow = self.ours.start(self.now_s, [self.links[i] for i in links], size, **options)
             assert flow == self.plain.start(self.now_s, [self.plain_links[i] for i in links], size, **options)
             self.flows[flow] = {"links": links, "size": size, "weight": weight, "bound": bound}
+        elif kind == "packet":
+            _, _, links, size, weight, bound = step
+            options = {"weight": weight, "rate_bound_bytes_per_s": bound}
+            finish_s = self.ours.packet(self.now_s, [self.links[i] for i in links], size, **options)
+            if size == 0:
+                assert finish_s == self.now_s
+            elif finish_s < math.inf:
+                flow = self.plain.start(self.now_s, [self.plain_links[i] for i in links], size, **options)
+                assert flow == self.ours._next_flow
+                self.packets[flow] = {"links": links, "size": size, "weight": weight, "bound": bound}
+                assert finish_s == pytest.approx(self.now_s + size / self.plain.rate(flow))
         elif kind == "cancel" and self.flows:
             flow = sorted(self.flows)[step[2] % len(self.flows)]
             size = self.flows.pop(flow)["size"]
@@ -79,6 +91,10 @@ class SideBySide:
             assert left == pytest.approx(expected, rel=NEAR, abs=1e-9 * max(size, 1.0))
             assert 0.0 <= left <= size
         elif kind == "capacity":
+            if step[3] != self.capacities[step[2]]:  # a packet's end has been told: no change touches it any more
+                for flow in [flow for flow, packet in self.packets.items() if step[2] in packet["links"]]:
+                    self.plain.cancel(self.now_s, flow)
+                    del self.packets[flow]
             self.capacities[step[2]] = step[3]
             self.ours.set_capacity(self.now_s, self.links[step[2]], step[3])
             self.plain.set_capacity(self.now_s, self.plain_links[step[2]], step[3])
@@ -87,6 +103,8 @@ class SideBySide:
     def advance(self) -> None:
         # what ends within rounding of now may be seen as ended by one engine and not yet by the other
         ours, plain = dict(self.ours.advance(self.now_s)), dict(self.plain.advance(self.now_s))
+        for flow in [flow for flow in plain if flow in self.packets]:
+            del plain[flow], self.packets[flow]
         for flow in set(ours) ^ set(plain):
             done = ours if flow in ours else plain
             other = self.plain if flow in ours else self.ours
@@ -110,10 +128,13 @@ class SideBySide:
         for flow, rate in rates.items():
             assert rate == pytest.approx(self.plain.rate(flow), rel=NEAR, abs=1e-12)
         expected_s = self.plain.next_event_s()
-        assert self.ours.next_event_s() == pytest.approx(expected_s, rel=NEAR, abs=1e-9)
-        require_fair(self.capacities, {flow: self.flows[flow] for flow in rates}, rates)
+        if not self.packets:
+            assert self.ours.next_event_s() == pytest.approx(expected_s, rel=NEAR, abs=1e-9)
+        known = {**self.flows, **self.packets}
+        rates |= {flow: self.plain.rate(flow) for flow in self.packets}
+        require_fair(self.capacities, {flow: known[flow] for flow in rates}, rates)
         for i, capacity in enumerate(self.capacities):
-            load = sum(rates[flow] for flow in rates if i in self.flows[flow]["links"])
+            load = sum(rates[flow] for flow in rates if i in known[flow]["links"])
             assert self.ours.link_load(self.links[i]) == pytest.approx(load, rel=NEAR, abs=1e-12)
             assert load <= capacity * (1 + NEAR)
         assert self.ours.active_flows() == sorted(self.flows)
@@ -147,6 +168,9 @@ def test_engine_equals_its_dull_twin(scenario: tuple[list[float], list[Step]]) -
         both.ours.set_capacity(both.now_s, link, 5.0)
         both.plain.set_capacity(both.now_s, both.plain_links[i], 5.0)
         both.capacities[i] = 5.0
+    for flow in both.packets:
+        both.plain.cancel(both.now_s, flow)
+    both.packets.clear()
     while both.plain.next_event_s() < math.inf:
         both.do(("advance", math.inf))
     stuck = {flow for flow, f in both.flows.items() if f["bound"] == 0.0}
