@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import heapq
 import json
 import math
 import random
@@ -103,8 +104,22 @@ class SideBySide:
     def advance(self) -> None:
         # what ends within rounding of now may be seen as ended by one engine and not yet by the other
         ours, plain = dict(self.ours.advance(self.now_s)), dict(self.plain.advance(self.now_s))
-        for flow in [flow for flow in plain if flow in self.packets]:
-            del plain[flow], self.packets[flow]
+        alone = {packet[1]: packet for packet in self.ours._packets}
+        under_way = alone.keys() | self.ours._slot_of.keys()
+        for flow in list(self.packets):
+            if flow in plain and flow in alone:
+                assert alone[flow][0] == pytest.approx(self.now_s, rel=NEAR, abs=1e-9)
+                self.ours._packets.remove(alone[flow])
+                heapq.heapify(self.ours._packets)
+                self.ours._end_packet(alone[flow])
+            elif flow in plain and flow in under_way:
+                assert self.ours.cancel(self.now_s, flow) <= 1e-6 * max(self.packets[flow]["size"], 1.0)
+            elif flow not in plain and flow not in under_way:
+                assert self.plain.cancel(self.now_s, flow) <= 1e-6 * max(self.packets[flow]["size"], 1.0)
+            elif flow not in plain:
+                continue
+            plain.pop(flow, None)
+            del self.packets[flow]
         for flow in set(ours) ^ set(plain):
             done = ours if flow in ours else plain
             other = self.plain if flow in ours else self.ours

@@ -43,7 +43,7 @@ class Lines:
         self.fabric.kernel.at(0, round(when_s * NS), lambda _: action())
 
     def send(self, when_s: float, source: int, target: int, size_bytes: int) -> None:
-        self.at(when_s, lambda: self.carrier.send(source, target, size_bytes, lambda: None, None))
+        self.at(when_s, lambda: self.carrier.send(source, target, size_bytes, lambda _: None, None))
 
     def fault(self, when_s: float, name: str, fault: LinkFault | None) -> None:
         def change() -> None:
