@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sim.compare import diff, replay
 from sim.explain import NoRun, why
-from sim.scenario import ScenarioError, known_scenarios, load_scenario
+from sim.scenario import CALIBRATED, Scenario, ScenarioError, known_scenarios, load_scenario
 
 
 def _seed(text: str) -> int:
@@ -68,26 +68,29 @@ def _run(options: argparse.Namespace) -> int:
     scenario = load_scenario(options.scenario)
     seed = scenario.seed if options.seed is None else options.seed
     name = Path(options.scenario).stem
-    # imported here: a bad scenario is refused at once, without waiting for torch
-    if scenario.broadcast is not None:
-        from sim.broadcast import run_broadcast
-
-        _, figures = run_broadcast(scenario, name=name, seed=seed, runs=options.runs, say=print)
-        return 0 if all(v["complete"] == v["clients"] for v in figures["versions"][-1:]) else 1
-    from refimpl.engine import set_threads
-    from refimpl.model.prepare import PrepareError, prepare
+    # imported here: a bad scenario is refused at once, without waiting for what runs it
     from sim.run import run_scenario
 
-    try:
-        wanted = options.model or scenario.model_path
-        model = prepare(wanted) if wanted is not None else None
-    except PrepareError as error:
-        print(error, file=sys.stderr)
-        return 2
-    path = str(model or "calibrated")
-    set_threads()
+    path = _model(options, scenario)
     result = run_scenario(scenario, name=name, seed=seed, model_path=path, runs=options.runs, trace=options.trace)
     return 0 if result.ok else 1
+
+
+def _model(options: argparse.Namespace, scenario: Scenario) -> str:
+    """The folder of the model that is to run, made when it is missing; CALIBRATED where none does. Raises
+    ScenarioError."""
+    wanted = options.model or scenario.model_path
+    if scenario.model is None or wanted is None:
+        return CALIBRATED
+    # imported here: only what runs a model needs its library
+    from refimpl.engine import set_threads
+    from refimpl.model.prepare import PrepareError, prepare
+
+    set_threads()
+    try:
+        return str(prepare(wanted))
+    except PrepareError as error:
+        raise ScenarioError(str(error)) from None
 
 
 def _swarm(options: argparse.Namespace) -> int:
@@ -95,17 +98,11 @@ def _swarm(options: argparse.Namespace) -> int:
     wanted = options.model or scenario.model_path
     if wanted is None:
         raise ScenarioError(f"{options.scenario} has no real model to run; real processes need one")
-    from refimpl.model.prepare import PrepareError, prepare
     from sim.processes import run_processes
 
-    try:
-        model = prepare(wanted)
-    except PrepareError as error:
-        print(error, file=sys.stderr)
-        return 2
     seed = scenario.seed if options.seed is None else options.seed
     name = Path(options.scenario).stem
-    run_processes(scenario, name=f"swarm-{name}", seed=seed, model_path=str(model), runs=options.runs)
+    run_processes(scenario, name=f"swarm-{name}", seed=seed, model_path=_model(options, scenario), runs=options.runs)
     return 0
 
 
@@ -129,7 +126,7 @@ def _replay(options: argparse.Namespace) -> int:
 def _sweep(options: argparse.Namespace) -> int:
     from sim.sweep import parse_setting, sweep
 
-    sweep(
+    _, kept = sweep(
         options.scenario,
         [parse_setting(text) for text in options.set],
         seeds=options.seeds,
@@ -139,7 +136,7 @@ def _sweep(options: argparse.Namespace) -> int:
         dask=options.dask,
         model=options.model,
     )
-    return 0
+    return 0 if kept else 1
 
 
 COMMANDS = {"sweep": _sweep, "run": _run, "swarm": _swarm, "why": _why, "diff": _diff, "replay": _replay}

@@ -6,7 +6,10 @@ of 512 + 64 numbers per token and layer, written here as a single key-value head
 
 from __future__ import annotations
 
+from refimpl.model.config import ModelConfig
 from refimpl.work import ModelSize
+
+BYTES_PER_WEIGHT = {"bfloat16": 2.0, "float32": 4.0}
 
 MODEL_SIZES: dict[str, ModelSize] = {
     size.name: size
@@ -29,3 +32,8 @@ MODEL_SIZES: dict[str, ModelSize] = {
         ),
     )
 }  # fmt: skip
+
+
+def size_of_checkpoint(path: str, dtype: str = "bfloat16") -> ModelSize:
+    """The size of the checkpoint in the folder `path`, by its config.json. Raises ConfigError."""
+    return ModelConfig.from_pretrained(path).size(bytes_per_weight=BYTES_PER_WEIGHT[dtype])

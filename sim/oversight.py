@@ -6,16 +6,18 @@ leaves `waits.json`, `trace.json`, `replay.json` and, when something broke, `fai
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from refimpl.swarm import SERVICES, SwarmPlan
 from refimpl.world import TaskFailed
-from sim.checkers import Bounds, View, Violation, check
+from sim.checkers import Violation, as_json, check
 from sim.explain import FINISHED
-from sim.facts import Facts
+from sim.kinds import Play
+from sim.leaks import LAST
 from sim.network import Network
 from sim.record import EventLog
 from sim.scenario import Scenario
@@ -28,9 +30,7 @@ TRACED_NODES_MAX = 200
 """Scenarios of up to so many nodes are traced unless told otherwise."""
 HEARTBEATS_WATCHED_MAX = 2000
 """In larger scenarios heartbeats are not among the waits."""
-RESTS = 20.0
-"""A rest between assignments is exponential: one of so many means has a chance of exp(-20), 2e-9. Part of the bound of
-a worker's progress."""
+NOTHING_HAPPENED = "nothing ever happened"
 
 
 class Oversight:
@@ -39,13 +39,12 @@ class Oversight:
     def __init__(
         self,
         scenario: Scenario,
-        plan: SwarmPlan,
+        play: Play,
         fabric: SimFabric,
         network: Network,
         log: EventLog,
         *,
         folder: Path,
-        dataset_length: int,
         trace: bool | None = None,
     ) -> None:
         """`folder`: where the run leaves its files. `trace`: whether to draw one; None: for up to TRACED_NODES_MAX
@@ -56,40 +55,35 @@ class Oversight:
         self.fabric = fabric
         self.ended = FINISHED
         self.failure = ""
-        members = list(scenario.members())
-        wanted = len(members) <= TRACED_NODES_MAX if trace is None else trace
+        groups = {member.name: member.group.name for member in scenario.members()}
+        wanted = len(groups) <= TRACED_NODES_MAX if trace is None else trace
         self.trace = Trace(lambda s, t, r: network.path(s, t, reply=r).one_way_latency_s) if wanted else None
-        groups = {member.name: member.group.name for member in members}
         fabric.watch = self.watch = Watch(lambda name: groups.get(name, name), self.trace)
         if len(groups) > HEARTBEATS_WATCHED_MAX:  # most of what a large run does, and nobody waits for them
             self.watch.passed_over = frozenset({"Heartbeat"})
-        facts = Facts(
-            workers={member.name for member in members if member.group.role == "worker"},
-            services={member.name for member in members if member.group.role in SERVICES},
-            validator=plan.validator,
-            dataset_length=dataset_length,
-            batch=plan.agreement.batch,
-        )
-        log.listen(facts.event)
-        facts.tap(self.watch)
-        bounds = Bounds(progress_s=Bounds.progress_s + RESTS * scenario.task.pause_s)
-        self.view = View(fabric=fabric, facts=facts, rules=plan.rules, ledger=plan.ledger, bounds=bounds)
+        self.view = play.view(fabric, self.watch)
+        log.listen(self.view.facts.event)
 
-    def over(self, run: Callable[[], object]) -> None:
-        """Do `run`; when it gets stuck or a task fails, keep the sentence instead of raising."""
+    def over(self, run: Callable[[], bool]) -> None:
+        """Do `run`, which says whether every part was done; when it gets stuck or a task fails, keep the sentence
+        instead of raising."""
+        all_done = False
         try:
-            run()
+            all_done = run()
         except Stuck as stuck:
             self.ended = f"stuck: {stuck}"
         except TaskFailed as failed:
             self.ended = f"a task failed: {failed}"
             self.failure = traceback.format_exc()
+        self.view = dataclasses.replace(self.view, over=True, all_done=all_done)
 
     def violations(self) -> list[Violation]:
-        """What is broken now. Being stuck is."""
+        """What is broken now. Being stuck is, and so is a run in which nothing happened."""
         found = check(self.view)
         if self.ended.startswith("stuck"):
             found.insert(0, Violation("liveness", "run_ends", self.ended))
+        if self.ended == FINISHED:
+            self.ended = next((v.sentence for v in found if v.sentence.startswith(NOTHING_HAPPENED)), FINISHED)
         return found
 
     def leave(self, recorded: dict[str, object]) -> None:
@@ -100,8 +94,19 @@ class Oversight:
         (folder / "replay.json").write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
         if self.trace is not None:
             self.trace.write(folder / "trace.json")
+            self.watch.trace = self.trace = None
         if self.failure:
             (folder / "failure.txt").write_text(self.failure, encoding="utf-8")
-        for world in self.fabric.by_index:  # what was under way when the run ended is never gone on with
-            for task in list(world.tasks):
-                task.kill()
+
+    def leaks(self) -> list[Violation]:
+        """Take everything down, and say what is left of it. Comes last: the fabric is of no use after it."""
+        if self.ended != FINISHED:  # it stopped in the middle, with reason: what it was at is in `waits.json`
+            for world in self.fabric.by_index:
+                for task in list(world.tasks):
+                    task.kill()
+            return []
+        return check(self.view, LAST)
+
+    def checks(self, violations: list[Violation]) -> list[dict[str, Any]]:
+        """Every promise, and how it was broken, for `summary.json`."""
+        return as_json(self.view.checkers + LAST, violations)

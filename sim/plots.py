@@ -14,32 +14,37 @@ import matplotlib.pyplot as plt
 SECOND_NS = 1_000_000_000
 HONEST_COLOUR, CHEAT_COLOUR, BOUND_COLOUR = "#2a6f97", "#c1440e", "#222222"
 
-Events = Iterable[Mapping[str, Any]]
 
-
-Scores = dict[str, list[tuple[float, float, float]]]
-
-
-def worst_scores(events: Events, behaviour_of: Mapping[str, str]) -> Scores:
+class Scores:
     """Per behaviour, each submission's worst chunk: (mismatches, mean error, median error). A behaviour whose
     submissions were all rejected before anything was compared has none."""
-    worker_of: dict[str, str] = {}
-    scores: Scores = {}
-    for event in events:
+
+    def __init__(self, behaviour_of: Mapping[str, str]) -> None:
+        self.behaviour_of = behaviour_of
+        self.scores: dict[str, list[tuple[float, float, float]]] = {}
+        self._worker_of: dict[str, str] = {}
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """The log's next event."""
         if event["kind"] == "registered":
-            worker_of[event["public_key"]] = event["worker"]
-        elif event["kind"] == "judged" and event["public_key"] in worker_of:
-            found = scores.setdefault(behaviour_of[worker_of[event["public_key"]]], [])
+            self._worker_of[event["public_key"]] = event["worker"]
+        elif event["kind"] == "judged" and event["public_key"] in self._worker_of:
+            found = self.scores.setdefault(self.behaviour_of[self._worker_of[event["public_key"]]], [])
             if event["mismatches"]:
                 found.append((max(event["mismatches"]), max(event["mean_errors"]), max(event["median_errors"])))
-    return scores
+
+    def plot(self, path: Path, honest: Iterable[str], *, bounds: tuple[float, float, float], title: str) -> None:
+        """Distributions of the three scores, with the thresholds drawn."""
+        _plot_scores(path, self.scores, set(honest), bounds, title)
 
 
-def plot_scores(
-    path: Path, scores: Scores, honest: Iterable[str], *, bounds: tuple[float, float, float], title: str
+def _plot_scores(
+    path: Path,
+    scores: Mapping[str, list[tuple[float, float, float]]],
+    honest: set[str],
+    bounds: tuple[float, float, float],
+    title: str,
 ) -> None:
-    """Distributions per behaviour of the three scores, with the thresholds drawn."""
-    honest = set(honest)
     names = sorted(scores, key=lambda name: (name not in honest, list(scores).index(name)), reverse=True)
     if not names:
         return
@@ -68,25 +73,41 @@ def plot_scores(
     plt.close(figure)
 
 
-def plot_detections(
-    path: Path, events: Events, behaviour_of: Mapping[str, str], honest: Iterable[str], title: str
-) -> None:
-    """Rejected submissions over virtual time, one line a behaviour."""
-    honest = set(honest)
-    worker_of: dict[str, str] = {}
-    times: dict[str, list[float]] = {}
-    judged: dict[str, int] = {}
-    end_s = 0.0
-    for event in events:
-        end_s = max(end_s, event["t_ns"] / SECOND_NS)
+class Detections:
+    """When submissions of each behaviour were rejected."""
+
+    def __init__(self, behaviour_of: Mapping[str, str]) -> None:
+        self.behaviour_of = behaviour_of
+        self.times_s: dict[str, list[float]] = {}
+        self.judged: dict[str, int] = {}
+        self.end_s = 0.0
+        self._worker_of: dict[str, str] = {}
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """The log's next event."""
+        self.end_s = event["t_ns"] / SECOND_NS
         if event["kind"] == "registered":
-            worker_of[event["public_key"]] = event["worker"]
-        elif event["kind"] == "judged" and event["decided"] and event["public_key"] in worker_of:
-            behaviour = behaviour_of[worker_of[event["public_key"]]]
-            judged[behaviour] = judged.get(behaviour, 0) + 1
-            times.setdefault(behaviour, [])
+            self._worker_of[event["public_key"]] = event["worker"]
+        elif event["kind"] == "judged" and event["decided"] and event["public_key"] in self._worker_of:
+            behaviour = self.behaviour_of[self._worker_of[event["public_key"]]]
+            self.judged[behaviour] = self.judged.get(behaviour, 0) + 1
+            times_s = self.times_s.setdefault(behaviour, [])
             if not event["accepted"]:
-                times[behaviour].append(event["t_ns"] / SECOND_NS)
+                times_s.append(self.end_s)
+
+    def plot(self, path: Path, honest: Iterable[str], *, title: str) -> None:
+        """Rejected submissions over virtual time, one line a behaviour."""
+        _plot_detections(path, self.times_s, self.judged, self.end_s, set(honest), title)
+
+
+def _plot_detections(
+    path: Path,
+    times: Mapping[str, list[float]],
+    judged: Mapping[str, int],
+    end_s: float,
+    honest: set[str],
+    title: str,
+) -> None:
     figure, axis = plt.subplots(figsize=(10, 4.6), layout="constrained")
     palette = plt.get_cmap("tab20")
     cheats = [name for name in times if name not in honest]

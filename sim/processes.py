@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from refimpl.swarm import SERVICES, SwarmPlan
-from sim import summary
+from sim.kinds.swarm import begin
 from sim.progress import Progress
 from sim.regions import region_set
-from sim.run import RunResult, conclude, headline, plan_of
+from sim.run import RunResult, conclude
 from sim.scenario import Member, Scenario, ScenarioError
 
 NODES_MAX = 64  # processes that one machine is asked to run
@@ -83,7 +83,8 @@ def run_processes(
         raise ScenarioError(f"{name} has {len(members)} nodes; a machine is asked to run {NODES_MAX} processes at most")
     folder = runs / f"{name}-{seed}"
     (folder / "nodes").mkdir(parents=True, exist_ok=True)
-    plan = plan_of(scenario, seed, model_path)
+    play = begin(scenario, seed, model_path)
+    plan = play.plan
     children: list[_Child] = []
     try:
         say(f"starting {len(members)} processes")
@@ -103,11 +104,10 @@ def run_processes(
     finally:
         _stop(children)
     _merge(children, folder / "events.jsonl")
-    result = conclude(folder, name, seed, scenario, plan, virtual_s=time.monotonic() - started_s)
-    say(summary.table(result.rows))
-    say(headline(result.rows))
+    tally, figures = conclude(folder, name, seed, scenario, play, virtual_s=time.monotonic() - started_s)
+    say(tally.table())
     say(f"{time.monotonic() - started_s:.0f} s: {folder}/ (a log and a journal per node in nodes/)")
-    return result
+    return RunResult(folder, tally, figures)
 
 
 def _start(scenario: Scenario, member: Member, plan: SwarmPlan, folder: Path, processes: int) -> _Child:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,14 +40,38 @@ class EventLog:
             self._file = None
 
 
+class LogReader:
+    """Goes once through the log of a finished run, and knows its hash and how far it is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.count = path, 0
+        self._size_bytes, self._read_bytes = max(1, path.stat().st_size), 0
+        self._hash = hashlib.sha256()
+
+    def share(self) -> float:
+        """How much has been read, 0 to 1."""
+        return self._read_bytes / self._size_bytes
+
+    @property
+    def sha256(self) -> str:
+        """Of the lines that have been read."""
+        return self._hash.hexdigest()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Its events. Raises ValueError with file and line for a line that is no event."""
+        with self.path.open("rb") as lines:
+            for self.count, line in enumerate(lines, 1):
+                self._hash.update(line)
+                self._read_bytes += len(line)
+                try:
+                    record = json.loads(line)
+                    if not {"t_ns", "kind", "node"} <= record.keys():
+                        raise ValueError("t_ns, kind and node were expected")
+                except (ValueError, AttributeError) as error:
+                    raise ValueError(f"{self.path}, line {self.count}: not an event: {error}") from None
+                yield record
+
+
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Events of a finished run. Raises ValueError with file and line for a line that is no event."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-                if not {"t_ns", "kind", "node"} <= record.keys():
-                    raise ValueError("t_ns, kind and node were expected")
-            except (ValueError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: not an event: {error}") from None
-            yield record
+    """Events of a finished run, as `LogReader` reads them."""
+    return iter(LogReader(path))

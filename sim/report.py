@@ -15,10 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from sim.curves import checks_table, device_curves, link_curves
-from sim.record import read_events
-
-SECOND_NS = 1_000_000_000
-DEVICE_BINS = 120
 
 # degrees north, degrees east; of the data centres' cities, and of the middle of each continent
 PLACES: dict[str, tuple[float, float]] = {
@@ -48,19 +44,18 @@ def write_report(folder: Path) -> Path:
     traffic = _optional(folder / "traffic.json")
     waits = _optional(folder / "waits.json")
     places = _optional(folder / "places.json")
-    events = list(read_events(folder / "events.jsonl"))
+    page = _optional(folder / "page.json") or {}
     parts = [
         _head(summary),
-        _tiles(summary),
-        _behaviours(summary),
+        _tiles(summary, page.get("tiles", {})),
+        *(_section(table["title"], _table(table)) for table in page.get("tables", ())),
         _section("Where the nodes are", _map(places)),
-        _section("Devices at work", _device_use(events, summary)),
+        _section("Devices at work", _device_use(_optional(folder / "devices.json"))),
         _section("Device classes", _class_use(traffic, _optional(folder / "replay.json"))),
         _section("Bytes on the links", _link_use(traffic)),
         _section("Links that held transfers up, and the fullest", link_curves(traffic) if traffic else ""),
         _section("Who waited for whom", _waits(waits)),
-        _section("Scores", _picture(folder / "scores.png", "score distributions with the thresholds drawn")),
-        _section("Detections", _picture(folder / "detections.png", "rejected submissions over virtual time")),
+        *(_section(p["title"], _picture(folder / p["file"], p["alt"])) for p in page.get("pictures", ())),
         _section("Promises checked", checks_table(summary.get("checks", ()))),
         f'<p class="note">Seed {summary["seed"]}; events.jsonl has SHA-256 {summary["events_sha256"]}.</p>',
         "</body></html>",
@@ -87,50 +82,29 @@ def _section(title: str, body: str) -> str:
     return f"<h2>{html.escape(title)}</h2>\n{body}" if body else ""
 
 
-def percent(rate: Mapping[str, Any]) -> str:
-    """A rate of summary.json with its interval, as the report writes it."""
-    if rate["rate"] is None:
-        return "–"
-    return f"{100 * rate['rate']:.1f} % [{100 * rate['low_95']:.1f}, {100 * rate['high_95']:.1f}]"
-
-
-def _tiles(summary: Mapping[str, Any]) -> str:
+def _tiles(summary: Mapping[str, Any], more: Mapping[str, str]) -> str:
     tiles = [
         ("virtual time", f"{summary['virtual_s']:.1f} s"),
         ("nodes", f"{summary['nodes']}"),
         ("events", f"{summary['events']}"),
-        ("cheats' submissions rejected", percent(summary["detection"])),
-        ("honest submissions rejected", percent(summary["false_positives"])),
+        *more.items(),
     ]
     if summary.get("ended", "finished") != "finished":
         tiles.insert(0, ("the run", str(summary["ended"])))
+    if broken := sum(len(entry["violations"]) for entry in summary.get("checks", ())):
+        tiles.insert(0, ("broken promises", f"{broken}"))
     inner = "".join(f'<div class="tile">{html.escape(name)}<b>{html.escape(text)}</b></div>' for name, text in tiles)
     return f'<div class="tiles">{inner}</div>'
 
 
-def _behaviours(summary: Mapping[str, Any]) -> str:
-    rows = []
-    for row in summary["behaviours"]:
-        after = row["until_ejected_s_median"]
-        cells = [
-            row["behaviour"], row["nodes"], row["submissions"], row["rejected"]["hits"], percent(row["rejected"]),
-            "never" if after is None else f"{after:.1f} s", f"{row['earned_tokens']:.2f}",
-            f"{row['forfeited_tokens']:.2f}", ", ".join(f"{code} {n}" for code, n in row["codes"].items()),
-        ]  # fmt: skip
-        kind = "honest" if row["honest"] else "cheat"
-        rows.append(f'<tr class="{kind}">' + "".join(f"<td>{html.escape(str(c))}</td>" for c in cells) + "</tr>")
-    head = (
-        "behaviour",
-        "nodes",
-        "submissions",
-        "caught",
-        "rejected [exact 95 %]",
-        "slashed after",
-        "earned",
-        "forfeited",
+def _table(table: Mapping[str, Any]) -> str:
+    """A table of `page.json`."""
+    rows = "".join(
+        f'<tr class="{html.escape(kind)}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row, kind in zip(table["rows"], table["classes"], strict=True)
     )
-    top = "".join(f"<th>{name}</th>" for name in (*head, "reasons"))
-    return _section("Behaviours", f'<table id="behaviours"><tr>{top}</tr>{"".join(rows)}</table>')
+    top = "".join(f"<th>{html.escape(name)}</th>" for name in table["columns"])
+    return f"<table><tr>{top}</tr>{rows}</table>"
 
 
 def _map(places: Any) -> str:
@@ -184,27 +158,17 @@ def _area(values: Sequence[float], bin_s: float, unit: str, colour: str) -> str:
     )
 
 
-def _device_use(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+def _device_use(devices: Any) -> str:
     """How many devices were at work, over time; and the busiest."""
-    spans = [(e["start_ns"], e["end_ns"], e["node"]) for e in events if e["kind"] == "compute"]
-    if not spans:
+    if not devices:
         return ""
-    end_ns = max(max(end for _, end, _ in spans), 1)
-    bin_ns = end_ns / DEVICE_BINS
-    busy = [0.0] * DEVICE_BINS
-    by_node: Counter[str] = Counter()
-    for start, end, node in spans:
-        by_node[node] += end - start
-        first, last = int(start / bin_ns), min(int(end / bin_ns), DEVICE_BINS - 1)
-        for place in range(min(first, DEVICE_BINS - 1), last + 1):
-            overlap = min(end, (place + 1) * bin_ns) - max(start, place * bin_ns)
-            busy[place] += max(overlap, 0.0) / bin_ns
     rows = "".join(
-        f"<tr><td>{html.escape(node)}</td><td>{ns / SECOND_NS:.3f} s</td><td>{100 * ns / end_ns:.1f} %</td></tr>"
-        for node, ns in by_node.most_common(8)
+        f"<tr><td>{html.escape(node)}</td><td>{busy_s:.3f} s</td>"
+        f"<td>{100 * busy_s / max(devices['end_s'], 1e-9):.1f} %</td></tr>"
+        for node, busy_s in devices["busiest_s"].items()
     )
     table = f"<table><tr><th>busiest devices</th><th>at work</th><th>of the run</th></tr>{rows}</table>"
-    return _area(busy, bin_ns / SECOND_NS, "devices", "#2a6f97") + table
+    return _area(devices["devices"], devices["bin_s"], "devices", "#2a6f97") + table
 
 
 def _link_use(traffic: Any) -> str:

@@ -1,40 +1,36 @@
-"""One scenario, run in virtual time: nodes on a network, engines on priced devices, and a folder with what happened."""
+"""One scenario, run in virtual time: nodes on a network, engines on priced devices, and a folder with what happened.
+
+Every kind of run goes this one way; what is particular to a kind is its `Play` (`sim/kinds`).
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import hashlib
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from refimpl.attacks.names import HONEST
-from refimpl.swarm import SERVICES, Engines, RealEngines, Seat, SwarmPlan, take_seat
-from refimpl.testnet.ledger import LedgerRules
-from refimpl.workshop import Agreement
-from sim import plots, summary
-from sim.calibrated import CalibratedEngines
 from sim.carrier import FlowCarrier
-from sim.checkers import Violation, as_json
+from sim.checkers import Violation
+from sim.device_use import DeviceUse
 from sim.explain import FINISHED
-from sim.fabric import build, journal_for, random_lives
+from sim.fabric import build, random_lives
+from sim.flows import warm_up
 from sim.hardware import find_device
+from sim.kinds import Play, Tally, begin
 from sim.life import Life
 from sim.network import Network
 from sim.oversight import Oversight
 from sim.progress import Progress
-from sim.record import EventLog, read_events
+from sim.record import EventLog, LogReader
 from sim.report import write_report
 from sim.scenario import Member, Scenario
 from sim.world import SimFabric, SimWorld
-
-BOUNDS = {"paper": (38.0, 10.0, 8.0), "deployed": (60.0, 40.0, 40.0)}  # mismatches, mean, median: for drawing
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class RunResult:
     """A finished run: its folder and figures."""
 
     folder: Path
-    rows: list[summary.BehaviourRow]
+    tally: Tally
     figures: dict[str, Any]
     ended: str = FINISHED  # or the sentence that says how it stopped
     violations: tuple[Violation, ...] = ()
@@ -51,55 +47,6 @@ class RunResult:
     def ok(self) -> bool:
         """Whether it finished and broke no promise."""
         return self.ended == FINISHED and not self.violations
-
-
-def plan_of(scenario: Scenario, seed: int, model_path: str) -> SwarmPlan:
-    """What the scenario's nodes agree on."""
-    task, verifier, money = scenario.task, scenario.verifier, scenario.ledger
-    names = {role: next(m.name for m in scenario.members() if m.group.role == role) for role in SERVICES}
-    return SwarmPlan(
-        run_seed=seed,
-        agreement=Agreement(
-            model_path=model_path,
-            dtype=scenario.inference.dtype,
-            prompts=task.prompts,
-            batch=task.batch,
-            answer_tokens_max=task.answer_tokens_max,
-            temperature=task.temperature,
-            top_k=task.top_k,
-            top_p=task.top_p,
-            proof_mode=verifier.mode,
-        ),
-        assignments=task.assignments,
-        pause_s=task.pause_s,
-        heartbeat_s=task.heartbeat_s,
-        mode=verifier.mode,
-        thresholds=verifier.thresholds,
-        validator_batch=verifier.batch,
-        stake=money.stake,
-        rules=LedgerRules(
-            stake_minimum=money.stake_minimum,
-            reward_per_unit=money.reward_per_unit,
-            penalty=money.penalty,
-            rejections_to_eject=money.rejections_to_eject,
-        ),
-        ledger=names["ledger"],
-        orchestrator=names["orchestrator"],
-        validator=names["validator"],
-    )
-
-
-def engines_for(scenario: Scenario, plan: SwarmPlan) -> Engines:
-    """The real engine, or for large runs its calibrated stand-in."""
-    stand_in = scenario.inference.calibrated
-    if stand_in is None:
-        return RealEngines(plan.agreement)
-    return CalibratedEngines(
-        size=stand_in.size,
-        table=stand_in.table,
-        answer_tokens_median=stand_in.answer_tokens_median,
-        answer_tokens_sigma=stand_in.answer_tokens_sigma,
-    )
 
 
 def run_scenario(
@@ -115,31 +62,38 @@ def run_scenario(
 ) -> RunResult:
     """Run `scenario` and leave `runs/NAME-SEED/` behind, whether it finished, got stuck or broke (`RunResult.ended`).
 
-    `trace`: whether to draw `trace.json`; None: when there are few enough nodes to look at.
+    `trace`: whether to draw `trace.json`; None: when there are few enough nodes to look at. Raises ScenarioError for
+    what cannot be run.
     """
     started_s = time.monotonic()
+    play = begin(scenario, seed, model_path)
     folder = runs / f"{name}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    plan = plan_of(scenario, seed, model_path)
-    engines = engines_for(scenario, plan)
-    log = EventLog(folder / "events.jsonl")
-    try:
-        fabric, network = build(scenario, seed, log)
-        over = Oversight(
-            scenario, plan, fabric, network, log, dataset_length=engines.problem_count, trace=trace, folder=folder
-        )
-        over.over(lambda: _drive(scenario, name, seed, fabric, network, plan, engines, log, progress))
-    finally:
-        log.close()
-    violations = over.violations()
-    over.leave({"scenario": scenario.model_dump(mode="json"), "name": name, "seed": seed, "model_path": model_path})
-    more = {"ended": over.ended, "checks": as_json(violations)}
-    _leave_places(folder, scenario, fabric)
-    result = conclude(folder, name, seed, scenario, plan, virtual_s=fabric.now_s(), more=more)
-    result = dataclasses.replace(result, ended=over.ended, violations=tuple(violations))
-    say(summary.table(result.rows))
-    say(headline(result.rows))
-    say(f"{len(list(read_events(folder / 'events.jsonl')))} events, {time.monotonic() - started_s:.0f} s: {folder}/")
+    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: there is one when this one is over
+    with Progress(name, shown=progress) as shown:
+        shown.turn_to("preparing the flow solver")
+        warm_up(say)
+        log = EventLog(folder / "events.jsonl")
+        try:
+            shown.turn_to("making nodes")
+            fabric, network = build(scenario, seed, log)
+            over = Oversight(scenario, play, fabric, network, log, trace=trace, folder=folder)
+            over.over(lambda: _drive(scenario, name, seed, fabric, network, play, log, shown))
+        finally:
+            log.close()
+        shown.turn_to("checking promises")
+        virtual_s = fabric.now_s()
+        violations = over.violations()
+        over.leave({"scenario": scenario.model_dump(mode="json"), "name": name, "seed": seed, "model_path": model_path})
+        carrier = cast(FlowCarrier, fabric.carrier)
+        _leave_places(folder, scenario, carrier, [world.name for world in fabric.by_index])
+        shown.turn_to("looking for what is left")
+        violations += over.leaks()
+        more = {"bytes_sent": carrier.bytes_sent, "ended": over.ended, "checks": over.checks(violations)}
+        tally, figures = conclude(folder, name, seed, scenario, play, virtual_s=virtual_s, more=more, shown=shown)
+    result = RunResult(folder, tally, figures, over.ended, tuple(violations))
+    say(tally.table())
+    say(f"{figures['events']} events, {time.monotonic() - started_s:.0f} s: {folder}/")
     for violation in violations:
         say(str(violation))
     if not result.ok:
@@ -153,55 +107,46 @@ def _drive(
     seed: int,
     fabric: SimFabric,
     network: Network,
-    plan: SwarmPlan,
-    engines: Any,
+    play: Play,
     log: EventLog,
-    progress: bool,
-) -> None:
-    """Let every node live and work until the workers have done their part, or the scenario's time is up."""
+    shown: Progress,
+) -> bool:
+    """Let every node live and work until the busy ones have done their part (True), or the scenario's time is up."""
     members = {member.name: member for member in scenario.members()}
-    working = {member.name for member in members.values() if member.group.role not in SERVICES}
+    left = {member.name for member in members.values() if member.group.role == scenario.rules.busy}
     desk = fabric.node("(the run)", lambda work: 0.0)  # on no network: where the run itself waits
     stop, all_done = desk.signal(), desk.signal()
-    left = set(working)
-    counts = _Counts(working)
-    log.listen(counts.event)
+    log.listen(play.event)
 
-    async def part(member: Member, seat: Seat) -> None:
-        await take_seat(member.group.role, seat)
+    async def part(member: Member, doing: Coroutine[Any, Any, None]) -> None:
+        await doing
         left.discard(member.name)
         if not left:
             all_done.set()
 
     def start(world: SimWorld, disk_kept: bool) -> None:
+        if stop.is_set():  # who comes now comes too late
+            return
         member = members[world.name]
-        seat = Seat(
-            world=world,
-            plan=plan,
-            engines=engines,
-            stop=stop,
-            behaviour=member.group.behaviour,
-            journal=journal_for(world),
-        )
-        world.spawn(part(member, seat), member.group.role)
+        world.spawn(part(member, play.seat(member, world, stop)), member.group.role)
 
-    async def main() -> None:
+    async def main() -> bool:
         prices = {member.name: find_device(member.group.device).price for member in members.values()}
         life = Life(fabric, network, prices=prices, start=start)
         faults = [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults]
         life.begin(list(members), random_lives(scenario, seed), faults)
-        await all_done.wait(scenario.duration_s)
+        done = await all_done.wait(scenario.duration_s)
         stop.set()
-
-    total = max(1, len(working) * plan.assignments)
+        busy = (world for world in fabric.by_index if world.name in members and world.alive)
+        return done and not any(task.label == scenario.rules.busy for world in busy for task in world.tasks)
 
     def share() -> float:
         """How far the run is: by work done or by time gone, whichever ends it sooner."""
-        return max(counts["batches"] / total, fabric.now_s() / scenario.duration_s)
+        return max(play.share(), fabric.now_s() / scenario.duration_s)
 
-    shown = Progress(name, fabric.now_s, share, counts) if progress else nullcontext()
-    with shown, _collector_at_rest():
-        fabric.run(main(), node=desk.name)
+    shown.turn_to("", fabric.now_s, share, play.counts)
+    with _collector_at_rest():
+        return fabric.run(main(), node=desk.name)
 
 
 @contextmanager
@@ -219,31 +164,9 @@ def _collector_at_rest() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Counts(Counter[str]):
-    """What the progress line shows."""
-
-    def __init__(self, working: set[str]) -> None:
-        super().__init__({"up": 0, "batches": 0, "judged": 0, "rejected": 0, "ejected": 0})
-        self._working = working
-
-    def event(self, event: dict[str, Any]) -> None:
-        kind = event["kind"]
-        if kind == "compute" and event["node"] in self._working:
-            self["batches"] += 1
-        elif kind == "judged":
-            self["judged"] += 1
-            self["rejected"] += not event["accepted"]
-        elif kind == "ejected":
-            self["ejected"] += 1
-        elif kind in ("up", "down"):
-            self["up"] += 1 if kind == "up" else -1
-
-
-def _leave_places(folder: Path, scenario: Scenario, fabric: SimFabric) -> None:
+def _leave_places(folder: Path, scenario: Scenario, carrier: FlowCarrier, names: list[str]) -> None:
     """What the report draws beside the events: traffic, and who is where."""
-    names = [world.name for world in fabric.by_index]
-    traffic = cast(FlowCarrier, fabric.carrier).traffic.as_json(names)
-    (folder / "traffic.json").write_text(json.dumps(traffic) + "\n", encoding="utf-8")
+    _write(folder / "traffic.json", carrier.traffic.as_json(names))
     places = [
         {
             "region": member.group.region or "(no region)",
@@ -252,7 +175,11 @@ def _leave_places(folder: Path, scenario: Scenario, fabric: SimFabric) -> None:
         }
         for member in scenario.members()
     ]
-    (folder / "places.json").write_text(json.dumps(places) + "\n", encoding="utf-8")
+    _write(folder / "places.json", places)
+
+
+def _write(path: Path, content: Any, indent: int | None = None) -> None:
+    path.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
 
 
 def conclude(
@@ -260,53 +187,41 @@ def conclude(
     name: str,
     seed: int,
     scenario: Scenario,
-    plan: SwarmPlan,
+    play: Play,
     *,
     virtual_s: float,
     more: Mapping[str, Any] | None = None,
-) -> RunResult:
-    """Summary, table and plots from the events in `folder`. `more` goes into the summary as it is."""
-    behaviour_of = {m.name: m.group.behaviour for m in scenario.members() if m.group.role == "worker"}
-    events = list(read_events(folder / "events.jsonl"))
-    rows = summary.behaviour_rows(events, behaviour_of, HONEST, plan.rules.reward_per_unit)
+    shown: Progress | None = None,
+) -> tuple[Tally, dict[str, Any]]:
+    """Summary, table, plots and report from the events in `folder`, which are read once. `more` goes into the summary
+    as it is."""
+    shown = shown or Progress(name, shown=False)
+    tally, devices, log = play.tally(name), DeviceUse(), LogReader(folder / "events.jsonl")
+    shown.turn_to("reading the log", done_share=log.share)
+    for event in log:
+        tally.event(event)
+        devices.event(event)
+    shown.turn_to("writing figures")
     figures = {
         "scenario": name,
+        "kind": scenario.kind,
         "seed": seed,
         "title": scenario.title,
         "shows": scenario.shows,
         "virtual_s": virtual_s,
-        "behaviour_of": behaviour_of,
-        "events": len(events),
-        "events_sha256": hashlib.sha256((folder / "events.jsonl").read_bytes()).hexdigest(),
+        "events": log.count,
+        "events_sha256": log.sha256,
         "nodes": sum(1 for _ in scenario.members()),
-        "detection": summary.detections(rows).as_json(),
-        "false_positives": summary.false_positives(rows).as_json(),
-        "behaviours": [row.as_json() for row in rows],
+        **tally.figures(),
         **(more or {}),
-        "plan": {**dataclasses.asdict(plan), "agreement": dataclasses.asdict(plan.agreement)},
+        "plan": play.agreed(),
     }
-    (folder / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    (folder / "table.txt").write_text(summary.table(rows) + "\n" + headline(rows) + "\n", encoding="utf-8")
-    plots.plot_scores(
-        folder / "scores.png",
-        plots.worst_scores(events, behaviour_of),
-        HONEST,
-        bounds=BOUNDS[plan.thresholds],
-        title=name,
-    )
-    plots.plot_detections(folder / "detections.png", events, behaviour_of, HONEST, name)
+    _write(folder / "devices.json", devices.as_json())
+    _write(folder / "page.json", tally.page())
+    _write(folder / "summary.json", figures, indent=2)
+    (folder / "table.txt").write_text(tally.table() + "\n", encoding="utf-8")
+    shown.turn_to("drawing plots")
+    tally.draw(folder)
+    shown.turn_to("writing the report")
     write_report(folder)
-    return RunResult(folder, rows, figures)
-
-
-def headline(rows: list[summary.BehaviourRow]) -> str:
-    """The two rates that matter most, in two sentences."""
-    cheats = [row for row in rows if not row.honest]
-    ejected, nodes = sum(row.ejected for row in cheats), sum(row.nodes for row in cheats)
-    missed = [row.behaviour for row in cheats if row.judged and row.rejected == 0]
-    caught, wronged = summary.detections(rows), summary.false_positives(rows)
-    sentence = (
-        f"Of the cheats' submissions {caught} were rejected; {ejected} of {nodes} cheating nodes were ejected.\n"
-        f"Of the honest submissions {wronged} were rejected (false positives)."
-    )
-    return sentence + (f"\nNever caught: {', '.join(missed)}." if missed else "")
+    return tally, figures

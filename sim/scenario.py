@@ -17,17 +17,20 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from refimpl.attacks.names import BEHAVIOURS
+from refimpl.work import ModelSize
 from sim.catalogue import CatalogueError, Strict, UnknownDevice, explain, read_toml
 from sim.churn import ChurnEvent, ChurnSpec
 from sim.churn_trace import read_trace
 from sim.faults import FaultPart
 from sim.hardware import OutOfMemory, find_device
 from sim.jitter import Jitter
-from sim.model_sizes import MODEL_SIZES
+from sim.model_sizes import MODEL_SIZES, size_of_checkpoint
 from sim.regions import Regions, UnknownRegion, region_set
 from sim.roofline import forward_memory
 
 SCENARIOS = Path(__file__).with_name("scenarios")
+CALIBRATED = "calibrated"
+"""The model's path where no model runs."""
 
 
 class ScenarioError(ValueError):
@@ -157,12 +160,42 @@ class BroadcastPart(Strict):
     connections: int = Field(10, ge=1, le=256, description="transfers at once, per client and relay")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of run: who takes part, and which figures are shown of many runs."""
+
+    once: tuple[str, ...]  # roles of exactly one node each
+    busy: str  # the role of those who have something to do: without them nothing happens, and the run ends with them
+    more: tuple[str, ...] = ()
+    holds_model: tuple[str, ...] = ()  # roles whose device must have room for the model
+    cheats: tuple[str, ...] = ()  # roles that may behave otherwise than honestly
+    figures: tuple[str, ...]  # paths into summary.json that a sweep shows unless told otherwise
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (*self.once, *self.more, self.busy)
+
+
+KINDS: dict[str, Kind] = {
+    "swarm": Kind(
+        once=("ledger", "orchestrator", "validator"),
+        busy="worker",
+        holds_model=("worker", "validator"),
+        cheats=("worker",),
+        figures=("detection.rate", "false_positives.rate", "virtual_s"),
+    ),
+    "broadcast": Kind(once=("origin",), more=("relay",), busy="client", figures=("first_s", "median_s", "last_s")),
+}
+"""Kinds of runs; `sim/kinds/NAME.py` runs one. A scenario is of the kind whose part it has (`[broadcast]`), or of the
+first."""
+
+
 class NodeGroup(Strict):
     """`count` nodes that are alike."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
     count: int = Field(1, ge=1, le=1_000_000)
-    role: Literal["ledger", "orchestrator", "validator", "worker", "origin", "relay", "client"]
+    role: str
     sources: tuple[str, ...] = Field((), description="relay, client: groups to fetch from; left out: origin, relays")
     behaviour: str = "honest"
     device: str
@@ -215,22 +248,34 @@ class Scenario(Strict):
 
     def _check_roles(self) -> None:
         """Each kind of scenario has its own roles, and needs some of them."""
-        if (self.model is None) == (self.broadcast is None):
-            raise ValueError("the scenario has neither or both of [model] and [broadcast]; expected exactly one")
-        known = ("ledger", "orchestrator", "validator", "worker") if self.model else ("origin", "relay", "client")
+        named = [name for name in KINDS if getattr(self, name, None) is not None]
+        if len(named) > 1 or (self.model is None) != (not self.rules.holds_model):
+            parts = ", ".join(f"[{name}]" for name in ("model", *KINDS) if getattr(self, name, None) is not None)
+            raise ValueError(
+                f"the scenario has {parts or 'neither [model] nor another part'}; {self._parts_expected()}"
+            )
+        known = self.rules.roles
         for group in self.nodes:
             if group.role not in known:
-                raise ValueError(f"{group.name} has the role {group.role}; this scenario has {', '.join(known)}")
+                raise ValueError(f"{group.name!r} has the role {group.role!r}; a {self.kind} has {', '.join(known)}")
             for source in group.sources:
                 if not any(other.name == source and other.role in ("origin", "relay") for other in self.nodes):
                     raise ValueError(f"{group.name} fetches from {source!r}; no origin or relay is called so")
-        for role in ("ledger", "orchestrator", "validator") if self.model else ("origin",):
+        for role in self.rules.once:
             count = sum(group.count for group in self.nodes if group.role == role)
             if count != 1:
                 raise ValueError(f"{count} nodes have the role {role}; expected exactly 1")
-        busy = "worker" if self.model else "client"
-        if not any(group.role == busy for group in self.nodes):
-            raise ValueError(f"no node has the role {busy}: nothing would ever happen")
+        if not any(group.role == self.rules.busy for group in self.nodes):
+            raise ValueError(f"no node has the role {self.rules.busy}: nothing would ever happen")
+
+    @staticmethod
+    def _parts_expected() -> str:
+        """Which parts each kind of run wants."""
+        wanted = []
+        for name, roles in KINDS.items():
+            parts = [f"[{name}]"] if name in Scenario.model_fields else []
+            wanted.append(f"{' and '.join(parts + (['[model]'] if roles.holds_model else []))} for a {name}")
+        return f"expected {', '.join(wanted)}"
 
     def _check_reach(self, group: NodeGroup) -> None:
         """Services are called by everybody, so they must be reachable; a relay must be an open node."""
@@ -244,24 +289,45 @@ class Scenario(Strict):
                 raise ValueError(f"{group.name} has the relay {group.relay!r}; an open node was expected")
         if group.nat == "relay_only" and group.relay is None:
             raise ValueError(f"{group.name} is relay_only and names no relay: it would be cut off")
-        if group.role != "worker" and group.nat != "open" and group.relay is None and not self.network.hole_punching:
+        if (
+            group.role != self.rules.busy
+            and group.nat != "open"
+            and group.relay is None
+            and not self.network.hole_punching
+        ):
             raise ValueError(
-                f"{group.name} is a {group.role} behind a NAT without a relay: no worker could ever call it"
+                f"{group.name} is a {group.role} behind a NAT without a relay: no {self.rules.busy} could ever call it"
             )
 
     def _check_memory(self, group: NodeGroup) -> None:
-        """The model must fit the devices that are to run it, with the cache of a whole batch."""
-        if self.model is None or self.model.calibrated is None or group.role not in ("worker", "validator"):
+        """A stand-in for a model must be known, and fit the devices that are to run it."""
+        if self.model is None or self.model.calibrated is None or group.role not in self.rules.holds_model:
             return
         if self.model.calibrated.size not in MODEL_SIZES:
             known = ", ".join(MODEL_SIZES)
             raise ValueError(f"model.calibrated.size is {self.model.calibrated.size!r}; known: {known}")
-        size, device = MODEL_SIZES[self.model.calibrated.size], find_device(group.device)
-        batch = self.task.batch if group.role == "worker" else 1
+        self._require_memory(group, MODEL_SIZES[self.model.calibrated.size])
+
+    def _require_memory(self, group: NodeGroup, size: ModelSize) -> None:
+        """The model must fit the group's device, with the cache of a whole batch."""
+        batch = self.task.batch if group.role == self.rules.busy else 1
         try:
-            device.require_memory(forward_memory(size, batch, self.task.answer_tokens_max), group.name)
+            need = forward_memory(size, batch, self.task.answer_tokens_max)
+            find_device(group.device).require_memory(need, group.name)
         except OutOfMemory as error:
             raise ValueError(str(error)) from None
+
+    def require_memory(self, model_path: str) -> None:
+        """The same for a real model, whose size is known once its folder is there. Raises ScenarioError."""
+        if self.model is None or self.model.calibrated is not None:
+            return
+        try:
+            size = size_of_checkpoint(model_path, self.model.dtype)
+            for group in self.nodes:
+                if group.role in self.rules.holds_model:
+                    self._require_memory(group, size)
+        except ValueError as error:
+            raise ScenarioError(str(error)) from None
 
     def _check_fault(self, place: int, fault: FaultPart) -> None:
         if fault.start_s >= self.duration_s:
@@ -336,14 +402,31 @@ class Scenario(Strict):
             raise ValueError(f"{group.name}: {error}") from None
         self._check_reach(group)
         self._check_memory(group)
-        if group.role != "worker" and group.behaviour != "honest":
-            raise ValueError(f"{group.name} is a {group.role} that behaves {group.behaviour!r}; only workers can cheat")
+        if group.role not in self.rules.cheats and group.behaviour != "honest":
+            who = " and ".join(f"{role}s" for role in self.rules.cheats) or "nobody in this kind of run"
+            raise ValueError(f"{group.name} is a {group.role} that behaves {group.behaviour!r}; only {who} can cheat")
         if group.behaviour not in BEHAVIOURS:
             near = difflib.get_close_matches(group.behaviour, BEHAVIOURS, n=1, cutoff=0.4)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
                 f"{group.name} behaves {group.behaviour!r}, which is not known.{hint} Known: {', '.join(BEHAVIOURS)}"
             )
+
+    @property
+    def kind(self) -> str:
+        """A name in `KINDS`."""
+        return next((name for name in KINDS if getattr(self, name, None) is not None), next(iter(KINDS)))
+
+    @property
+    def rules(self) -> Kind:
+        """What its kind asks of it."""
+        return KINDS[self.kind]
+
+    @property
+    def weights(self) -> BroadcastPart:
+        """What a broadcast sends."""
+        assert self.broadcast is not None, f"a {self.kind} broadcasts nothing"
+        return self.broadcast
 
     @property
     def inference(self) -> ModelPart:

@@ -6,6 +6,7 @@ Rates carry exact 95 % intervals (Clopper-Pearson), since a few dozen submission
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,13 @@ class Rate:
             return "–"
         low, high = self.interval
         return f"{100 * self.value:5.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def percent(rate: Mapping[str, Any]) -> str:
+    """A rate of summary.json with its interval, as the report writes it."""
+    if rate["rate"] is None:
+        return "–"
+    return f"{100 * rate['rate']:.1f} % [{100 * rate['low_95']:.1f}, {100 * rate['high_95']:.1f}]"
 
 
 @dataclass
@@ -82,6 +90,15 @@ class BehaviourRow:
             "codes": dict(sorted(self.codes.items())),
         }
 
+    def cells(self) -> list[str]:
+        """The row as the report writes it."""
+        after = _median(sorted(self.until_ejected_s))
+        return [
+            self.behaviour, str(self.nodes), str(self.judged), str(self.rejected), percent(self.rejection.as_json()),
+            "never" if after is None else f"{after:.1f} s", f"{self.earned:.2f}", f"{self.forfeited:.2f}",
+            ", ".join(f"{code} {count}" for code, count in sorted(self.codes.items())),
+        ]  # fmt: skip
+
 
 def _median(values: list[float]) -> float | None:
     if not values:
@@ -90,51 +107,61 @@ def _median(values: list[float]) -> float | None:
     return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
 
 
-def behaviour_rows(
-    events: Iterable[Mapping[str, Any]], behaviour_of: Mapping[str, str], honest: Iterable[str], reward_per_unit: float
-) -> list[BehaviourRow]:
+class Behaviours:
     """One row per behaviour, honest ones first, from a run's events; `behaviour_of` is by worker's name."""
-    names = list(dict.fromkeys(behaviour_of.values()))
-    honest = set(honest)
-    rows = {
-        name: BehaviourRow(name, name in honest, sum(1 for b in behaviour_of.values() if b == name))
-        for name in sorted(names, key=lambda name: (name not in honest, names.index(name)))
-    }
-    worker_of: dict[str, str] = {}
-    since_ns: dict[str, int] = {}
-    earned: dict[str, float] = {}
-    gone: set[str] = set()
-    for event in events:
+
+    def __init__(self, behaviour_of: Mapping[str, str], honest: Iterable[str], reward_per_unit: float) -> None:
+        names = list(dict.fromkeys(behaviour_of.values()))
+        honest = set(honest)
+        self.behaviour_of, self.reward_per_unit = behaviour_of, reward_per_unit
+        counts = Counter(behaviour_of.values())
+        self._rows = {
+            name: BehaviourRow(name, name in honest, counts[name])
+            for name in sorted(names, key=lambda name: (name not in honest, names.index(name)))
+        }
+        self._worker_of: dict[str, str] = {}
+        self._since_ns: dict[str, int] = {}
+        self._earned: dict[str, float] = {}
+        self._gone: set[str] = set()
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """The log's next event."""
         kind = event["kind"]
         if kind == "registered":
-            worker_of[event["public_key"]] = event["worker"]
-            since_ns[event["public_key"]] = event["t_ns"]
-        elif kind == "judged":
-            key = event["public_key"]
-            if key not in worker_of:  # never registered: nobody's behaviour
-                continue
-            row = rows[behaviour_of[worker_of[key]]]
-            if not event["decided"]:
-                row.undecided += 1
-                continue
-            row.judged += 1
-            row.tokens += event["tokens"]
-            if event["accepted"]:
-                if key not in gone:
-                    earned[key] = earned.get(key, 0.0) + reward_per_unit * event["tokens"]
-            else:
-                row.rejected += 1
-                row.codes[event["code"]] = row.codes.get(event["code"], 0) + 1
+            self._worker_of[event["public_key"]] = event["worker"]
+            self._since_ns[event["public_key"]] = event["t_ns"]
+        elif kind == "judged" and event["public_key"] in self._worker_of:  # else never registered: nobody's behaviour
+            self._judged(event, self._row(event["public_key"]))
         elif kind == "ejected":
             key = event["public_key"]
-            gone.add(key)
-            row = rows[behaviour_of[worker_of[key]]]
+            self._gone.add(key)
+            row = self._row(key)
             row.ejected += 1
-            row.until_ejected_s.append((event["t_ns"] - since_ns[key]) / SECOND_NS)
-            row.forfeited += earned.pop(key, 0.0)
-    for key, amount in earned.items():
-        rows[behaviour_of[worker_of[key]]].earned += amount
-    return list(rows.values())
+            row.until_ejected_s.append((event["t_ns"] - self._since_ns[key]) / SECOND_NS)
+            row.forfeited += self._earned.pop(key, 0.0)
+
+    def _row(self, key: str) -> BehaviourRow:
+        return self._rows[self.behaviour_of[self._worker_of[key]]]
+
+    def _judged(self, event: Mapping[str, Any], row: BehaviourRow) -> None:
+        key = event["public_key"]
+        if not event["decided"]:
+            row.undecided += 1
+            return
+        row.judged += 1
+        row.tokens += event["tokens"]
+        if not event["accepted"]:
+            row.rejected += 1
+            row.codes[event["code"]] = row.codes.get(event["code"], 0) + 1
+        elif key not in self._gone:
+            self._earned[key] = self._earned.get(key, 0.0) + self.reward_per_unit * event["tokens"]
+
+    def rows(self) -> list[BehaviourRow]:
+        """When all events are in."""
+        for key, amount in self._earned.items():
+            self._row(key).earned += amount
+        self._earned.clear()
+        return list(self._rows.values())
 
 
 def false_positives(rows: Iterable[BehaviourRow]) -> Rate:

@@ -8,12 +8,14 @@ seeds. Where a field has two values, they are also compared pair by pair on equa
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import hashlib
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +28,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from scipy.stats import t as student_t
-from tqdm import tqdm
 
-from sim.scenario import ScenarioError, check_raw, read_raw, scenario_path
-
-FIGURES = ("detection.rate", "false_positives.rate", "virtual_s")
-BROADCAST_FIGURES = ("first_s", "median_s", "last_s")
+from sim.explain import FINISHED
+from sim.progress import Progress
+from sim.scenario import CALIBRATED, ScenarioError, check_raw, read_raw, scenario_path
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,13 @@ class Cell:
     values: tuple[tuple[str, Any], ...]
     seed: int
     raw: dict[str, Any]
-    key: str  # of the scenario with these values: tells whether a folder's run is this one
+    model: str | None  # a folder or hub id instead of the scenario's own
+    key: str  # of the scenario with these values and this model: tells whether a folder's run is this one
 
 
-def cells_of(scenario: str, settings: Sequence[tuple[str, list[Any]]], seeds: int) -> list[Cell]:
+def cells_of(
+    scenario: str, settings: Sequence[tuple[str, list[Any]]], seeds: int, model: str | None = None
+) -> list[Cell]:
     """Every run of the sweep, all checked before any starts."""
     path = scenario_path(scenario)
     raw = read_raw(path)
@@ -133,34 +136,37 @@ def cells_of(scenario: str, settings: Sequence[tuple[str, list[Any]]], seeds: in
         for (field, _), value in zip(settings, values, strict=True):
             changed = with_setting(changed, field, value)
         check_raw(changed, f"{path.name} with {', '.join(map(str, values))}" if values else path.name)
-        key = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:12]
+        key = hashlib.sha256(json.dumps([changed, model], sort_keys=True).encode()).hexdigest()[:12]
         chosen = tuple((field, value) for (field, _), value in zip(settings, values, strict=True))
-        cells += [Cell(chosen, first_seed + i, changed, key) for i in range(seeds)]
+        cells += [Cell(chosen, first_seed + i, changed, model, key) for i in range(seeds)]
     return cells
 
 
-def run_cell(cell: Cell, name: str, runs: Path, model: str | None) -> dict[str, Any]:
-    """Run one cell, or take its summary where it has been run before."""
+def kept(summary: Mapping[str, Any]) -> bool:
+    """Whether the run finished and broke no promise."""
+    return bool(summary["ended"] == FINISHED and not any(entry["violations"] for entry in summary["checks"]))
+
+
+def run_cell(cell: Cell, name: str, runs: Path) -> dict[str, Any]:
+    """Run one cell, or take its summary where it has been run before, to its end and well."""
     folder_name = f"{name}-{cell.key}"
     done = runs / f"{folder_name}-{cell.seed}" / "summary.json"
     if done.exists():
-        summary: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
-        return summary
+        with contextlib.suppress(ValueError, KeyError):  # of a run that was stopped while it wrote, or an older one
+            summary: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+            if kept(summary):
+                return summary
     # imported here: in the process that runs it, and not for a sweep that is refused
-    from refimpl.engine import set_threads
-    from refimpl.model.prepare import prepare
     from sim.run import run_scenario
 
-    set_threads(os.cpu_count() or 1)  # one run a core
-    scenario = check_raw(cell.raw, name)
-    if scenario.broadcast is not None:
-        from sim.broadcast import run_broadcast
+    scenario, path = check_raw(cell.raw, name), CALIBRATED
+    wanted = cell.model or scenario.model_path
+    if scenario.model is not None and wanted is not None:
+        from refimpl.engine import set_threads
+        from refimpl.model.prepare import prepare
 
-        return run_broadcast(
-            scenario, name=folder_name, seed=cell.seed, runs=runs, say=lambda line: None, progress=False
-        )[1]
-    wanted = model or scenario.model_path
-    path = str(prepare(wanted)) if wanted is not None else "calibrated"
+        set_threads(os.cpu_count() or 1)  # one run a core
+        path = str(prepare(wanted))
     result = run_scenario(
         scenario, name=folder_name, seed=cell.seed, model_path=path, runs=runs, say=lambda line: None, progress=False
     )
@@ -177,12 +183,13 @@ def sweep(
     jobs: int = -1,
     dask: str | None = None,
     model: str | None = None,
-) -> Path:
-    """Run everything that has not been run, and leave table and plot in a folder of their own. Returns it."""
+) -> tuple[Path, bool]:
+    """Run everything that has not been run, and leave table and plot in a folder of their own. Returns it, and whether
+    every run kept its promises (one that did not is in runs.csv, and in no mean)."""
     name = Path(scenario).stem
-    cells = cells_of(scenario, settings, seeds)
+    cells = cells_of(scenario, settings, seeds, model)
     if figures is None:
-        figures = BROADCAST_FIGURES if "broadcast" in cells[0].raw else FIGURES
+        figures = check_raw(cells[0].raw, name).rules.figures
     folder = runs / f"sweep-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     context: dict[str, Any] = {"backend": "loky", "n_jobs": jobs}
@@ -193,24 +200,37 @@ def sweep(
             raise ScenarioError("--dask needs the package distributed: pip install distributed") from None
         Client(dask)
         context = {"backend": "dask"}
-    with joblib.parallel_config(**context):
-        parallel = joblib.Parallel(return_as="generator")
-        calls = (joblib.delayed(run_cell)(cell, name, runs, model) for cell in cells)
-        summaries = list(tqdm(parallel(calls), total=len(cells), desc=f"sweep {name}", unit="run"))
-    rows = [
-        {**dict(cell.values), "seed": cell.seed, **{figure: figure_of(summary, figure) for figure in figures}}
-        for cell, summary in zip(cells, summaries, strict=True)
-    ]
-    with (folder / "runs.csv").open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    text = report(settings, rows, figures)
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    _plot(folder / "sweep.png", name, settings, rows, figures)
+    summaries: list[dict[str, Any]] = []
+    counts = Counter({"done": 0, "of": len(cells)})
+    with Progress(f"sweep {name}", None, lambda: counts["done"] / len(cells), counts) as shown:
+        with joblib.parallel_config(**context):
+            calls = (joblib.delayed(run_cell)(cell, name, runs) for cell in cells)
+            for summary in joblib.Parallel(return_as="generator")(calls):
+                summaries.append(summary)
+                counts["done"] += 1
+        shown.turn_to("drawing")
+        rows = [
+            {
+                **dict(cell.values),
+                "seed": cell.seed,
+                "kept": kept(summary),
+                **{figure: figure_of(summary, figure) for figure in figures},
+            }
+            for cell, summary in zip(cells, summaries, strict=True)
+        ]
+        with (folder / "runs.csv").open("w", newline="", encoding="utf-8") as out:
+            writer = csv.DictWriter(out, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        good = [row for row in rows if row["kept"]]
+        text = report(settings, good, figures)
+        if len(good) < len(rows):
+            text += f"\n{len(rows) - len(good)} of {len(rows)} runs did not keep their promises, and are left out.\n"
+        (folder / "table.md").write_text(text, encoding="utf-8")
+        _plot(folder / "sweep.png", name, settings, good, figures)
     print(text)
     print(f"{folder}/: table.md, runs.csv, sweep.png")
-    return folder
+    return folder, len(good) == len(rows)
 
 
 def _groups(

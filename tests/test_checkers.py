@@ -15,9 +15,10 @@ from simpy.events import Event
 from refimpl.identity import Identity
 from refimpl.messages import AskAccount, AskWork, Assignment, Blob, Message, Ok, Submission, Verdict, wire
 from refimpl.world import TaskFailure
-from sim.checkers import CHECKERS, Bounds, View, check
-from sim.facts import Facts
+from sim.checkers import EVERY, check
 from sim.kernel import LATE, to_ns
+from sim.kinds.swarm_checks import SWARM, Bounds, SwarmView
+from sim.kinds.swarm_facts import SwarmFacts
 from sim.oversight import Oversight
 from sim.run import run_scenario
 from sim.watch import Watch
@@ -50,7 +51,7 @@ def ran(folder: Path, duration_s: float, each_s: float | None = None) -> tuple[O
     looks: list[float] = []
 
     class Kept(Oversight):
-        def over(self, run: Callable[[], object]) -> None:
+        def over(self, run: Callable[[], bool]) -> None:
             def look(_: Event) -> None:
                 looks.append(self.fabric.now_s())
                 found.extend(check(self.view))
@@ -72,7 +73,7 @@ def ran(folder: Path, duration_s: float, each_s: float | None = None) -> tuple[O
 
 
 @pytest.fixture
-def view(tmp_path: Path) -> Iterator[View]:
+def view(tmp_path: Path) -> Iterator[SwarmView]:
     over, _ = ran(tmp_path, 240.0)
     assert check(over.view) == []
     assert over.view.accounts() and over.view.facts.ejected_ns and over.view.facts.judged
@@ -87,15 +88,15 @@ def test_they_are_silent_on_a_good_run_in_trouble_during_it_and_at_its_end(tmp_p
 
 
 def test_every_checker_says_what_it_promises_and_is_planted_below() -> None:
-    for category, checker in CHECKERS:
+    for category, checker in EVERY + SWARM:
         assert category in ("crash", "liveness", "correctness")
         assert checker.__doc__ and checker.__doc__.endswith(".")
     special = {"workers_get_on", "problems_follow_the_rule", "links_carry_nothing_of_the_dead"}
-    assert {checker.__name__ for _, checker in CHECKERS} == {name for name, _ in PLANTS} | special
+    assert {checker.__name__ for _, checker in EVERY + SWARM} == {name for name, _ in PLANTS} | special
 
 
 # ------------------------------------------------------------------------------------------- planted in a good run
-def judged(view: View, **changes: Any) -> dict[str, Any]:
+def judged(view: SwarmView, **changes: Any) -> dict[str, Any]:
     submission, said = next(iter(view.facts.judged.items()))
     event = {"t_ns": view.facts.last_ns, "kind": "judged", "node": "validator", "public_key": said.public_key}
     return {
@@ -108,81 +109,81 @@ def judged(view: View, **changes: Any) -> dict[str, Any]:
     }
 
 
-def honest_account(view: View) -> Any:
+def honest_account(view: SwarmView) -> Any:
     return next(account for account in view.accounts().values() if account.earned > 0)
 
 
-def ejected_account(view: View) -> Any:
+def ejected_account(view: SwarmView) -> Any:
     return next(account for account in view.accounts().values() if account.ejected)
 
 
-def assigned(view: View, *after_s: float) -> None:
+def assigned(view: SwarmView, *after_s: float) -> None:
     key, ejected_ns = next(iter(view.facts.ejected_ns.items()))
     for seconds in after_s:
         event = {"kind": "assigned", "node": "orchestrator", "worker": view.facts.worker_of[key], "step": 0}
         view.facts._assigned({"t_ns": ejected_ns + round(seconds * SECOND_NS), **event, "counter": 9})
 
 
-def task_fails(view: View) -> None:
+def task_fails(view: SwarmView) -> None:
     view.fabric.report(TaskFailure("steady-0", "worker", ValueError("broken")))
 
 
-def call_without_end(view: View) -> None:
+def call_without_end(view: SwarmView) -> None:
     worker, validator = view.fabric.nodes["steady-0"], view.fabric.nodes["validator"]
     call = Call(worker, validator, AskAccount("key"), 1.0, None)
     call.since_ns, call.until_ns = 0, SECOND_NS
     worker.calls[call] = None
 
 
-def judged_again(view: View) -> None:
+def judged_again(view: SwarmView) -> None:
     said = next(iter(view.facts.judged.values()))  # by the validator's present life: no crash came between
     said.life = view.facts._life
     view.facts.event(judged(view))
 
 
-def credited_after_ejection(view: View) -> None:
+def credited_after_ejection(view: SwarmView) -> None:
     ejected_account(view).earned += 5.0
 
 
-def ejection_forgotten(view: View) -> None:
+def ejection_forgotten(view: SwarmView) -> None:
     ejected_account(view).ejected = False
 
 
-def pays_too_much(view: View) -> None:
+def pays_too_much(view: SwarmView) -> None:
     honest_account(view).earned += 0.01
 
 
-def pays_too_little(view: View) -> None:
+def pays_too_little(view: SwarmView) -> None:
     honest_account(view).earned -= 0.01
 
 
-def stake_vanishes(view: View) -> None:
+def stake_vanishes(view: SwarmView) -> None:
     honest_account(view).stake -= 1.0
 
 
-def verdict_from_nowhere(view: View) -> None:
+def verdict_from_nowhere(view: SwarmView) -> None:
     account = honest_account(view)
     account.judged.add("f" * 64)
     account.accepted += 1
 
 
-def work_for_the_ejected(view: View) -> None:
+def work_for_the_ejected(view: SwarmView) -> None:
     assigned(view, 61.0)
 
 
-def work_for_the_ejected_twice(view: View) -> None:
+def work_for_the_ejected_twice(view: SwarmView) -> None:
     assigned(view, 0.01, 0.5)
 
 
-def dead_with_tasks(view: View) -> None:
+def dead_with_tasks(view: SwarmView) -> None:
     view.fabric.nodes["steady-0"].alive = False  # and nothing of it was released
 
 
-def clock_goes_back(view: View) -> None:
+def clock_goes_back(view: SwarmView) -> None:
     view.facts.event({"t_ns": view.facts.last_ns - 1, "kind": "up", "node": "steady-0"})
 
 
-PLANTS: list[tuple[str, Callable[[View], None]]] = [
+PLANTS: list[tuple[str, Callable[[SwarmView], None]]] = [
     ("no_task_failed", task_fails),
     ("calls_end_in_time", call_without_end),
     ("judged_once", judged_again),
@@ -200,34 +201,34 @@ PLANTS: list[tuple[str, Callable[[View], None]]] = [
 
 
 @pytest.mark.parametrize(("checker", "plant"), PLANTS, ids=[plant.__name__ for _, plant in PLANTS])
-def test_each_fires_on_its_planted_violation(view: View, checker: str, plant: Callable[[View], None]) -> None:
+def test_each_fires_on_its_planted_violation(view: SwarmView, checker: str, plant: Callable[[SwarmView], None]) -> None:
     plant(view)
     found = check(view)
     also = {"ledger_conserves"} if plant is credited_after_ejection else set()  # nobody had earned that either
     assert {violation.checker for violation in found} == {checker} | also, "the others are silent"
 
 
-def test_one_assignment_that_crossed_the_ejection_is_no_violation(view: View) -> None:
+def test_one_assignment_that_crossed_the_ejection_is_no_violation(view: SwarmView) -> None:
     assigned(view, 0.01)
     assert check(view) == []
 
 
-def test_a_validator_that_crashed_may_judge_again(view: View) -> None:
+def test_a_validator_that_crashed_may_judge_again(view: SwarmView) -> None:
     view.facts.event({"t_ns": view.facts.last_ns, "kind": "down", "node": "validator", "why": "crash"})
     view.facts.event(judged(view))
     assert check(view) == []
 
 
 # ---------------------------------------------------------------------------------------------- planted in a fabric
-def bare(**facts: Any) -> tuple[Any, View]:
+def bare(**facts: Any) -> tuple[Any, SwarmView]:
     fabric = sim_fabric(5)
     fabric.watch = Watch()
-    view = View(fabric=fabric, facts=Facts(**facts), bounds=Bounds(progress_s=100.0))
+    view = SwarmView(fabric=fabric, facts=SwarmFacts(**facts), bounds=Bounds(progress_s=100.0))
     view.facts.tap(fabric.watch)
     return fabric, view
 
 
-def idle_worker() -> tuple[Any, View]:
+def idle_worker() -> tuple[Any, SwarmView]:
     fabric, view = bare(workers={"w"}, services={"ledger"})
     node = fabric.node("w")
 

@@ -301,7 +301,7 @@ def test_why_names_the_worst_wait_and_the_open_calls(result: RunResult, capsys: 
 def test_a_stuck_run_leaves_a_complete_folder_and_says_who_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], result: RunResult
 ) -> None:
-    def drive(scenario: Any, name: str, seed: int, fabric: SimFabric, *rest: Any) -> None:
+    def drive(scenario: Any, name: str, seed: int, fabric: SimFabric, *rest: Any) -> bool:
         ledger = fabric.node("ledger") if "ledger" not in fabric.nodes else fabric.nodes["ledger"]
 
         async def never() -> None:
@@ -309,6 +309,7 @@ def test_a_stuck_run_leaves_a_complete_folder_and_says_who_waits(
 
         ledger.spawn(never(), "waits for a signal that nobody sets")
         fabric.run(never(), node="ledger")
+        return True
 
     monkeypatch.setattr("sim.run._drive", drive)
     scenario = tmp_path / "troubled.toml"
@@ -331,7 +332,7 @@ def test_a_run_in_which_a_task_fails_says_so_and_keeps_the_traceback(
             raise KeyError("lost")
         await seat.stop.wait()
 
-    monkeypatch.setattr("sim.run.take_seat", broken)
+    monkeypatch.setattr("sim.kinds.swarm.take_seat", broken)
     said: list[str] = []
     result = run_scenario(
         troubled(), name="t", seed=3, model_path="calibrated", runs=tmp_path, say=said.append, trace=False

@@ -13,9 +13,10 @@ import pytest
 
 from sim.curves import checks_table
 from sim.record import read_events
-from sim.report import percent, write_report
+from sim.report import write_report
 from sim.run import RunResult, run_scenario
 from sim.scenario import load_scenario
+from sim.summary import percent
 from tests.paths import TINY_MODEL
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

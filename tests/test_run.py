@@ -42,7 +42,7 @@ def test_it_leaves_a_log_a_summary_a_table_and_two_plots(result: RunResult) -> N
 
 
 def test_honest_workers_are_paid_and_caught_ones_are_ejected_with_nothing(result: RunResult) -> None:
-    rows = {row.behaviour: row for row in result.rows}
+    rows = {row.behaviour: row for row in result.tally.rows}
     assert rows["honest"].earned > 7 and rows["honest"].ejected == 0
     for behaviour in ("layers-skipped", "sign-flipped", "proofs-garbage"):
         row = rows[behaviour]

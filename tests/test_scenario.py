@@ -11,7 +11,7 @@ import pytest
 from refimpl.toploc.check import PRESETS
 from sim.__main__ import main
 from sim.fabric import random_lives
-from sim.run import BOUNDS
+from sim.kinds.swarm import BOUNDS
 from sim.scenario import Scenario, ScenarioError, known_scenarios, load_scenario, read_scenario
 
 GOOD = """
