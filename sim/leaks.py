@@ -37,11 +37,12 @@ def held(fabric: SimFabric) -> Iterator[str]:
     names = fabric.by_index
     carrier = fabric.carrier
     if isinstance(carrier, FlowCarrier):
-        for what, sender, receiver in carrier.under_way():
-            yield f"a {what} from {names[sender].name} to {names[receiver].name}"
-        carrier.engine.advance(fabric.now_s())  # packets that have arrived are still counted there
-        if (count := len(carrier.engine.active_flows())) > 0:
-            yield f"{count} flows on the links"
+        flows = list(carrier.under_way())
+        yield from (f"a {what} from {names[sender].name} to {names[receiver].name}" for what, sender, receiver in flows)
+        if not flows:
+            carrier.engine.advance(fabric.now_s())  # packets that have arrived are still counted there
+            if (count := len(carrier.engine.active_flows())) > 0:
+                yield f"{count} flows that are nobody's"
     if isinstance(fabric.watch, Watch) and fabric.watch.open:
         yield f"{len(fabric.watch.open)} calls that are still watched"
     if timers := sum(_waits_for_nobody(entry[3]) for entry in fabric.kernel._queue):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from sim.oversight import Oversight
 from sim.progress import Progress
 from sim.record import EventLog, LogReader
 from sim.report import write_report
-from sim.scenario import Member, Scenario
+from sim.scenario import Scenario
 from sim.world import SimFabric, SimWorld
 
 
@@ -118,17 +118,16 @@ def _drive(
     stop, all_done = desk.signal(), desk.signal()
     log.listen(play.event)
 
-    async def part(member: Member, doing: Coroutine[Any, Any, None]) -> None:
-        await doing
-        left.discard(member.name)
+    async def part(world: SimWorld) -> None:
+        await play.seat(members[world.name], world, stop)
+        left.discard(world.name)
         if not left:
             all_done.set()
 
     def start(world: SimWorld, disk_kept: bool) -> None:
         if stop.is_set():  # who comes now comes too late
             return
-        member = members[world.name]
-        world.spawn(part(member, play.seat(member, world, stop)), member.group.role)
+        world.spawn(part(world), members[world.name].group.role)
 
     async def main() -> bool:
         prices = {member.name: find_device(member.group.device).price for member in members.values()}

@@ -144,7 +144,7 @@ def cells_of(
 
 def kept(summary: Mapping[str, Any]) -> bool:
     """Whether the run finished and broke no promise."""
-    return bool(summary["ended"] == FINISHED and not any(entry["violations"] for entry in summary["checks"]))
+    return bool(summary.get("ended") == FINISHED and not any(entry["violations"] for entry in summary["checks"]))
 
 
 def run_cell(cell: Cell, name: str, runs: Path) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from refimpl.identity import Identity
 from refimpl.messages import AskAccount, AskWork, Assignment, Blob, Message, Ok, Submission, Verdict, wire
 from refimpl.world import TaskFailure
 from sim.checkers import EVERY, check
+from sim.faults import FaultPart
 from sim.kernel import LATE, to_ns
 from sim.kinds.swarm_checks import SWARM, Bounds, SwarmView
 from sim.kinds.swarm_facts import SwarmFacts
+from sim.leaks import LAST, all_released, at_rest
 from sim.oversight import Oversight
 from sim.run import run_scenario
 from sim.watch import Watch
@@ -91,7 +93,7 @@ def test_every_checker_says_what_it_promises_and_is_planted_below() -> None:
     for category, checker in EVERY + SWARM:
         assert category in ("crash", "liveness", "correctness")
         assert checker.__doc__ and checker.__doc__.endswith(".")
-    special = {"workers_get_on", "problems_follow_the_rule", "links_carry_nothing_of_the_dead"}
+    special = {"something_was_judged", "workers_get_on", "problems_follow_the_rule", "links_carry_nothing_of_the_dead"}
     assert {checker.__name__ for _, checker in EVERY + SWARM} == {name for name, _ in PLANTS} | special
 
 
@@ -102,6 +104,8 @@ def judged(view: SwarmView, **changes: Any) -> dict[str, Any]:
     return {
         **event,
         "submission": submission,
+        "counter": 1,
+        "index": 0,
         "accepted": said.accepted,
         "decided": True,
         "tokens": said.tokens,
@@ -350,3 +354,99 @@ def test_all_is_released_when_a_quiet_fabric_has_run_out() -> None:
     assert not any(world.tasks or world.calls for world in fabric.by_index)
     assert not any(fabric.serving.values()) and not fabric.watch.open
     assert check(view) == []
+
+
+# -------------------------------------------------------------------------------------------- at the end of a run
+def test_a_run_in_which_all_workers_crash_at_once_is_no_good_run(tmp_path: Path) -> None:
+    crash = FaultPart(kind="crash", nodes=("steady", "fleeting", "cheat"), start_s=0.0)
+    scenario = troubled().model_copy(update={"duration_s": 300.0, "faults": (crash,)})
+    result = run_scenario(scenario, name="t", seed=3, model_path="calibrated", runs=tmp_path, say=quiet, trace=False)
+    assert not result.ok and result.ended == "nothing ever happened: no answer was judged in 300.000 s"
+    assert [violation.checker for violation in result.violations] == ["something_was_judged"]
+
+
+def resting(facts: SwarmFacts, answers: int = 2) -> None:
+    """w has generated, and its answers are judged."""
+    facts.event({"t_ns": 0, "kind": "registered", "node": "ledger", "worker": "w", "public_key": "k", "stake": 1.0})
+    facts.event({"t_ns": 0, "kind": "assigned", "node": "o", "worker": "w", "step": 0, "counter": 1})
+    facts.event({"t_ns": 0, "kind": "generated", "node": "w", "counter": 1, "answers": answers, "tokens": 9})
+    for index in range(2):
+        said = {"accepted": True, "decided": True, "tokens": 3, "counter": 1, "index": index}
+        facts.event({"t_ns": 0, "kind": "judged", "node": "v", "public_key": "k", "submission": str(index), **said})
+
+
+def test_only_a_worker_that_rests_is_given_the_time_of_a_rest() -> None:
+    _, view = idle_worker()
+    long = dataclasses.replace(view, bounds=Bounds(progress_s=100.0, rest_s=1000.0))
+    assert [v.sentence for v in check(long)] == ["w is up and has not got on for 101.000 s; bound 100 s"]
+    resting(view.facts, answers=3)  # one is open
+    assert [v.sentence for v in check(long)] == ["w is up and has not got on for 101.000 s; bound 100 s"]
+    view.facts.event({"t_ns": 0, "kind": "unjudged", "node": "w", "counter": 1, "index": 2, "reason": "r"})
+    assert check(long) == []
+    short = dataclasses.replace(view, bounds=Bounds(progress_s=100.0, rest_s=0.5))
+    assert [v.sentence for v in check(short)] == ["w rests and has not got on for 101.000 s; bound 100.5 s"]
+    view.facts.event({"t_ns": 0, "kind": "assigned", "node": "o", "worker": "w", "step": 0, "counter": 2})
+    assert len(check(long)) == 1, "it has work again"
+
+
+def test_what_others_see_of_a_worker_is_no_progress() -> None:
+    _, view = idle_worker()
+    event = {"t_ns": 50 * SECOND_NS, "kind": "node_state", "node": "o", "worker": "w", "before": "up", "after": "dead"}
+    view.facts.event(event)
+    assert len(check(view)) == 1
+
+
+def at_the_end(facts: dict[str, Any] | None = None) -> tuple[Any, SwarmView]:
+    """Two nodes that have nothing to do, at the end of their run."""
+    fabric, view = bare(**(facts or {}))
+    fabric.node("a")
+    fabric.node("b")
+    fabric.kernel.run_through(to_ns(1.0))
+    return fabric, dataclasses.replace(view, over=True, all_done=True)
+
+
+def test_a_run_that_comes_to_rest_leaks_nothing() -> None:
+    fabric, view = at_the_end()
+
+    async def ends_soon() -> None:
+        await fabric.nodes["a"].sleep(30.0)
+
+    fabric.nodes["a"].spawn(ends_soon(), "ends soon")
+    assert check(view, LAST) == []
+
+
+def test_a_living_node_that_does_not_come_to_rest_leaks() -> None:
+    fabric, view = at_the_end()
+
+    async def never() -> None:
+        await fabric.nodes["a"].signal().wait()
+
+    fabric.nodes["a"].spawn(never(), "waits for ever")
+    assert list(at_rest(view)) == ["a: the task waits for ever"]
+    assert list(at_rest(dataclasses.replace(view, all_done=False))) == [], "the time was up: it was in the middle"
+    view.facts.event({"t_ns": 0, "kind": "fault", "node": "", "fault": "hang", "on": ["b"], "begins": True})
+    assert list(at_rest(view)) == [], "a fault is in force"
+    assert list(all_released(view)) == [], "a node that is taken down lets go"
+
+
+def test_a_flow_slot_call_or_timer_that_outlives_its_node_leaks() -> None:
+    fabric, view = at_the_end()
+    carrier = fabric.carrier
+    carrier.engine.start(0.0, carrier.network.path(0, 1).links, 1e15)
+    assert list(all_released(view)) == ["1 flows that are nobody's"]
+
+    fabric, view = at_the_end()
+    fabric.serving[1] = {Event(fabric.kernel): fabric.nodes["a"]}
+    fabric.nodes["b"].alive = False  # and nothing of it was released
+    assert list(all_released(view)) == ["b: 1 slots of calls that it serves"]
+
+    fabric, view = at_the_end()
+
+    async def sleeps() -> None:
+        await fabric.nodes["a"].sleep(500.0)
+
+    fabric.nodes["a"].spawn(sleeps(), "sleeps")
+    fabric.kernel.run_through(to_ns(2.0))
+    for task in list(fabric.nodes["a"].tasks):
+        task.awaited = None  # its timer is not called off when it is killed
+    assert list(all_released(view)) == ["1 timers of tasks that have ended"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sim import sweep as sweeping
 from sim.scenario import ScenarioError, read_raw, scenario_path
 from sim.sweep import cells_of, figure_of, interval, parse_setting, report, sweep, with_setting
 
@@ -72,21 +73,46 @@ def test_a_figure_is_found_by_its_path_or_refused_by_name() -> None:
         figure_of(summary, "title")
 
 
-def test_a_sweep_leaves_a_table_and_is_resumed_without_running_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_leaves_a_table_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = [("verifier.thresholds", ["paper", "deployed"])]
-    folder = sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path, jobs=1)
-    assert {path.name for path in folder.iterdir()} == {"runs.csv", "table.md", "sweep.png"}
+
+    def again() -> tuple[Path, bool]:
+        return sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path, jobs=1)
+
+    folder, kept = again()
+    assert kept and {path.name for path in folder.iterdir()} == {"runs.csv", "table.md", "sweep.png"}
     with (folder / "runs.csv").open(encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
     assert [row["verifier.thresholds"] for row in rows] == ["paper", "deployed"]
     assert float(rows[0]["detection.rate"]) >= float(rows[1]["detection.rate"])
     table = (folder / "table.md").read_text(encoding="utf-8")
 
-    def never(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("ran again what was there")
+    ran: list[str] = []
 
-    monkeypatch.setattr("sim.run.run_scenario", never)
-    assert sweeping.sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path, jobs=1) == folder
+    def once_more(*arguments: Any, **options: Any) -> Any:
+        ran.append(options["name"])
+        path = tmp_path / f"{options['name']}-{options['seed']}" / "summary.json"
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        return SimpleNamespace(figures=figures)
+
+    monkeypatch.setattr("sim.run.run_scenario", once_more)
+    assert again() == (folder, True) and ran == []
     assert (folder / "table.md").read_text(encoding="utf-8") == table
+
+    summaries = sorted(tmp_path.glob("adversarial-tiny-*/summary.json"))
+    good = json.loads(summaries[0].read_text(encoding="utf-8"))
+    for spoiled in ({**good, "ended": "stuck: a waits for b"}, {**good, "checks": [{"violations": ["broken"]}]}, {}):
+        summaries[0].write_text(json.dumps(spoiled), encoding="utf-8")
+        ran.clear()
+        if spoiled:
+            assert again() == (folder, False), "what was run before and went wrong is run again, and is in no mean"
+            assert "1 of 2 runs did not keep their promises" in (folder / "table.md").read_text(encoding="utf-8")
+        else:
+            with pytest.raises(ScenarioError):  # the stand-in of a run gives back what is there: nothing
+                again()
+        assert [f"{name}-1" for name in ran] == [summaries[0].parent.name]
+
+
+def test_runs_of_another_model_are_other_runs() -> None:
+    mine, other = (cells_of("adversarial-tiny", [], 1, model)[0] for model in (None, "models/other"))
+    assert mine.key != other.key and other.model == "models/other"

@@ -11,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from sim.kinds.broadcast_checks import BroadcastFacts
 from sim.scenario import Scenario
 
 
@@ -19,12 +20,14 @@ class BroadcastTally:
 
     def __init__(self, scenario: Scenario, name: str) -> None:
         self.name, self.part, self.bound_s = name, scenario.weights, bound_s(scenario)
-        self.clients = {member.name for member in scenario.members() if member.group.role == "client"}
+        self.clients = [member.name for member in scenario.members() if member.group.role == "client"]
         self._began_s: dict[int, float] = {}
         self._ended_s: dict[int, dict[str, float]] = {}
         self._wrong: list[dict[str, Any]] = []
+        self._facts = BroadcastFacts({member.name for member in scenario.members() if member.group.role == "origin"})
 
     def event(self, event: Mapping[str, Any]) -> None:
+        self._facts.event(event)
         if event["kind"] == "publishing":
             self._began_s.setdefault(event["version"], event["t_ns"] / 1e9)
         elif event["kind"] == "complete":
@@ -51,6 +54,13 @@ class BroadcastTally:
             )
         return versions
 
+    @property
+    def unfinished(self) -> list[dict[str, Any]]:
+        """Clients without the newest version at the end, and the reason."""
+        facts = self._facts
+        lack = [name for name in self.clients if facts.complete.get(name, -1) < facts.newest]
+        return [{"client": name, "reason": facts.reason(name) or "none: the time was up"} for name in lack]
+
     def figures(self) -> dict[str, Any]:
         versions = self.versions
         return {
@@ -58,6 +68,7 @@ class BroadcastTally:
             "bound_s": self.bound_s,
             "wrong_shards": self._wrong,
             "versions": versions,
+            "unfinished": self.unfinished,
             **{key: versions[-1][key] if versions else None for key in ("first_s", "median_s", "last_s")},  # the newest
         }
 
