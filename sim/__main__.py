@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sim.compare import diff, replay
 from sim.explain import NoRun, why
+from sim.progress import Progress
 from sim.scenario import CALIBRATED, Scenario, ScenarioError, known_scenarios, load_scenario
 
 
@@ -68,10 +69,12 @@ def _run(options: argparse.Namespace) -> int:
     scenario = load_scenario(options.scenario)
     seed = scenario.seed if options.seed is None else options.seed
     name = Path(options.scenario).stem
-    # imported here: a bad scenario is refused at once, without waiting for what runs it
-    from sim.run import run_scenario
+    with Progress(name) as shown:
+        shown.turn_to("getting ready")
+        # imported here: a bad scenario is refused at once, without waiting for what runs it
+        from sim.run import run_scenario
 
-    path = _model(options, scenario)
+        path = _model(options, scenario)
     result = run_scenario(scenario, name=name, seed=seed, model_path=path, runs=options.runs, trace=options.trace)
     return 0 if result.ok else 1
 

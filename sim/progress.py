@@ -45,6 +45,7 @@ class Progress:
             total=100.0,
             desc=title,
             file=sys.stderr,
+            leave=False,
             disable=not self._terminal,
             bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed} {postfix}",
         )

@@ -66,11 +66,12 @@ def run_scenario(
     what cannot be run.
     """
     started_s = time.monotonic()
-    play = begin(scenario, seed, model_path)
-    folder = runs / f"{name}-{seed}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: there is one when this one is over
     with Progress(name, shown=progress) as shown:
+        shown.turn_to("getting ready")
+        play = begin(scenario, seed, model_path)
+        folder = runs / f"{name}-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: there is one when this one is over
         shown.turn_to("preparing the flow solver")
         warm_up(say)
         log = EventLog(folder / "events.jsonl")

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from refimpl.messages import Blob
+from refimpl.shardcast.shelf import MemoryShelf
 from sim.__main__ import main
 from sim.checkers import EVERY, check
 from sim.kinds.broadcast_checks import BROADCAST, BroadcastView
@@ -94,16 +95,20 @@ def seen(folder: Path) -> BroadcastView:
     return view
 
 
+def blobs(view: BroadcastView, name: str) -> dict[int, Blob]:
+    hoard = view.clients[name].puller.hoard
+    assert hoard is not None and hoard.complete
+    return cast(MemoryShelf, hoard.shelf).blobs
+
+
 def shard_is_changed(view: BroadcastView) -> None:
-    hoard = view.clients[view.names[0]].puller.hoard
-    assert hoard is not None
-    hoard.shards[3] = dataclasses.replace(hoard.shards[3], content_id="f" * 64)
+    shards = blobs(view, view.names[0])
+    shards[3] = dataclasses.replace(shards[3], content_id="f" * 64)
 
 
 def shard_is_short(view: BroadcastView) -> None:
-    hoard = view.clients[view.names[0]].puller.hoard
-    assert hoard is not None
-    hoard.shards[0] = Blob(hoard.shards[0].size_bytes - 1, hoard.shards[0].content_id)
+    shards = blobs(view, view.names[0])
+    shards[0] = Blob(shards[0].size_bytes - 1, shards[0].content_id)
 
 
 def complete(view: BroadcastView, version: int, size_bytes: int) -> None:
@@ -140,12 +145,11 @@ PLANTS: list[tuple[str, Callable[[BroadcastView], None]]] = [
 def test_each_promise_fires_on_its_planted_violation(tmp_path: Path) -> None:
     view = seen(tmp_path)
     facts = copy.deepcopy(view.facts)
-    shards = {name: dict(cast(Any, client.puller.hoard).shards) for name, client in view.clients.items()}
+    shards = dict(blobs(view, view.names[0]))
     for checker, plant in PLANTS:
         plant(view)
         assert {violation.checker for violation in check(view)} == {checker}, plant.__name__
-        for name, client in view.clients.items():  # as it was
-            cast(Any, client.puller.hoard).shards = dict(shards[name])
+        blobs(view, view.names[0]).update(shards)  # as it was
         view = dataclasses.replace(view, facts=copy.deepcopy(facts))
     assert {checker.__name__ for _, checker in BROADCAST} == {name for name, _ in PLANTS}
     assert check(view) == [] and len(view.checkers) == len(EVERY) + len(BROADCAST)

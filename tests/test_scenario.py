@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tomllib
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from refimpl.toploc.check import PRESETS
 from sim.__main__ import main
 from sim.fabric import random_lives
 from sim.kinds.swarm import BOUNDS
+from sim.run import run_scenario
 from sim.scenario import Scenario, ScenarioError, known_scenarios, load_scenario, read_scenario
+from tests.paths import TINY_MODEL
 
 GOOD = """
 title = "t"
@@ -197,3 +200,27 @@ def test_a_trace_file_says_when_nodes_come_and_go_and_is_checked(tmp_path: Path)
     trace.write_text(head + "1.0,nobody,join,no\n", encoding="utf-8")
     assert "no node is called so" in refusal(tmp_path, f'life_trace = "{trace}"\n' + GOOD)
     assert "cannot be read" in refusal(tmp_path, 'life_trace = "nowhere.csv"\n' + GOOD)
+
+
+def test_a_real_model_that_does_not_fit_a_device_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """69.5e9 weights of two bytes are 139 GB, an RTX 4090 has 24; the checkpoint's own config.json says so."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config = json.loads((TINY_MODEL / "config.json").read_text(encoding="utf-8"))
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    large |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
+    (model / "config.json").write_text(json.dumps({**config, **large}), encoding="utf-8")
+    scenario = read_scenario(write(tmp_path, GOOD))
+    with pytest.raises(ScenarioError, match=r"validator needs 139\.02 GB .*RTX 4090 has 24\.00 GB"):
+        run_scenario(scenario, name="t", seed=1, model_path=str(model), runs=tmp_path / "runs", progress=False)
+    assert not (tmp_path / "runs").exists()
+    scenario.require_memory(str(TINY_MODEL))
+    with pytest.raises(ScenarioError, match="does not exist"):
+        scenario.require_memory(str(tmp_path / "nothing"))
+
+
+def test_a_role_of_another_kind_of_run_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    sentence = refusal(tmp_path, GOOD.replace('role = "worker"', 'role = "client"'))
+    assert "'worker' has the role 'client'; a swarm has ledger, orchestrator, validator, worker" in sentence
+    both = refusal(tmp_path, GOOD.replace("[model]", "[broadcast]\nsize_gb = 1.0\n[model]"))
+    assert "the scenario has [model], [broadcast]; expected [model] for a swarm, [broadcast] for a broadcast" in both

@@ -15,10 +15,11 @@ from refimpl.identity import Identity, verify
 from refimpl.shardcast.client import Client
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.limits import ServingLimits
-from refimpl.shardcast.origin import Origin, virtual_shards
+from refimpl.shardcast.origin import Origin
 from refimpl.shardcast.puller import PullerConfig
 from refimpl.shardcast.relay import Relay
 from refimpl.shardcast.serving import ServingConfig
+from refimpl.shardcast.shelf import MemoryStore, virtual_shards
 from refimpl.world import Signal
 from sim.fabric import journal_for
 from sim.kinds.broadcast_checks import BroadcastFacts, BroadcastView
@@ -95,10 +96,10 @@ class Broadcast:
         )
         serving = ServingConfig(below=self.tree.below[member.name], limits=UNLIMITED, virtual=True)
         if member.group.role == "origin":
-            return self._publish(Origin(world, RUN_ID, self.identity, verify, serving, journal), stop)
+            return self._publish(Origin(world, RUN_ID, self.identity, verify, serving, MemoryStore(), journal), stop)
         if member.group.role == "relay":
-            return _relay(Relay(world, pulling, serving, verify, journal), stop)
-        client = Client(world, pulling, verify, last_version=self.part.versions - 1, journal=journal)
+            return _relay(Relay(world, pulling, serving, MemoryStore(), verify, journal), stop)
+        client = Client(world, pulling, MemoryStore(), verify, last_version=self.part.versions - 1, journal=journal)
         self.clients[member.name] = client
         client.serve()
         return client.run()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from refimpl.messages import Blob
 from refimpl.shardcast.client import Client
+from refimpl.shardcast.shelf import MemoryShelf
 from sim.checkers import EVERY, SECOND_NS, Checkers, View
 from sim.facts import Facts
 
@@ -69,7 +70,7 @@ def clients_have_it(view: BroadcastView) -> Iterator[str]:
         has = facts.complete.get(name, -1)
         if has < facts.newest and facts.reason(name) is None:
             hoard = view.clients[name].puller.hoard
-            found = "nothing" if hoard is None else f"{len(hoard.shards)} shards of version {hoard.header.version}"
+            found = "nothing" if hoard is None else f"{len(hoard.here)} shards of version {hoard.header.version}"
             yield f"{name} has {found} at {view.now_ns / SECOND_NS:.3f} s; version {facts.newest} is out"
 
 
@@ -87,7 +88,7 @@ def complete_is_exact(view: BroadcastView) -> Iterator[str]:
             read = view.cut(version)
             expected[version] = [(blob.size_bytes, blob.content_id) for blob in map(read, range(count))]
         for index, right in enumerate(expected[version]):
-            blob = hoard.shards.get(index)
+            blob = cast(MemoryShelf, hoard.shelf).blobs.get(index)
             if blob is None or (blob.size_bytes, blob.content_id) != right:
                 yield f"{name} says that version {version} is complete; its shard {index} is not what the origin cut"
                 break
