@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol, cast
 
@@ -91,6 +91,11 @@ class Kernel(simpy.Environment):
             heappush(self._buckets, bucket)
         else:
             far.append(entry)
+
+    def scheduled(self) -> Iterator[Event]:
+        """The events that are still to come, in no order."""
+        for entries in (self._queue, *self._far.values()):
+            yield from (entry[4] for entry in entries if entry[3] is _fire)
 
     def peek(self) -> float:
         """When the next event happens; infinity when there is none."""

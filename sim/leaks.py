@@ -30,8 +30,8 @@ def held(fabric: SimFabric) -> Iterator[str]:
         serving = fabric.serving.get(world.index, {})
         for label in (task.label for task in world.tasks):
             yield f"{world.name}: the task {label}"
-        for target, kind, *_ in world.calls.values():
-            yield f"{world.name}: a call of {kind} to {target}"
+        for call in world.calls:
+            yield f"{world.name}: a call of {call.kind} to {call.callee.name}"
         if serving:
             yield f"{world.name}: {len(serving)} slots of calls that it serves"
     names = fabric.by_index
@@ -39,13 +39,11 @@ def held(fabric: SimFabric) -> Iterator[str]:
     if isinstance(carrier, FlowCarrier):
         flows = list(carrier.under_way())
         yield from (f"a {what} from {names[sender].name} to {names[receiver].name}" for what, sender, receiver in flows)
-        if not flows:
-            carrier.engine.advance(fabric.now_s())  # packets that have arrived are still counted there
-            if (count := len(carrier.engine.active_flows())) > 0:
-                yield f"{count} flows that are nobody's"
+        if not flows and (count := len(carrier.engine.active_flows())) > 0:
+            yield f"{count} flows that are nobody's"
     if isinstance(fabric.watch, Watch) and fabric.watch.open:
         yield f"{len(fabric.watch.open)} calls that are still watched"
-    if timers := sum(_waits_for_nobody(entry[3]) for entry in fabric.kernel._queue):
+    if timers := sum(_waits_for_nobody(event) for event in fabric.kernel.scheduled()):
         yield f"{timers} timers of tasks that have ended"
 
 
@@ -60,6 +58,7 @@ def _pass(fabric: SimFabric, longest_s: float) -> list[str]:
     fabric.recorder = None
     step_s, waited_s = 1.0, 0.0
     while (left := list(held(fabric))) and waited_s < longest_s:
+        fabric.kernel.halted = False
         fabric.kernel.run_through(int(fabric.kernel.now) + to_ns(step_s))
         waited_s, step_s = waited_s + step_s, 2 * step_s
     return left
