@@ -1,7 +1,8 @@
 """`python -m refimpl.node CONFIG.json`: one node of a swarm as a process, over HTTP.
 
-CONFIG.json holds name, role, behaviour, line (uplink_mbit_s, downlink_mbit_s, latency_ms), journal (a file), threads,
-and the swarm's plan. `refimpl/worlds/process.py` says how a parent starts and stops it.
+CONFIG.json holds name, role, behaviour, journal (a file, which is added to: it outlives the process), processes (that
+share this machine), the swarm's plan, and may hold line (uplink_mbit_s, downlink_mbit_s, latency_ms), for a line that
+nobody else shapes. `refimpl/worlds/process.py` says how a parent starts and stops it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from refimpl.engine import set_threads
 from refimpl.swarm import RealEngines, Seat, SwarmPlan, take_seat
 from refimpl.testnet.ledger import LedgerRules
 from refimpl.workshop import Agreement
-from refimpl.world import Signal, World
+from refimpl.world import Signal
 from refimpl.worlds.asyncio_node import Line
+from refimpl.worlds.http import HttpWorld
 from refimpl.worlds.process import run_process
 
 
@@ -41,20 +43,24 @@ def main(arguments: list[str]) -> int:
     elif config["role"] == "validator":
         engines.decoder()
 
-    with Path(config["journal"]).open("w", encoding="utf-8") as lines:
+    with Path(config["journal"]).open("a", encoding="utf-8") as lines:
 
-        async def part(world: World, stop: Signal) -> None:
+        async def part(world: HttpWorld, stop: Signal) -> None:
             def journal(kind: str, /, **values: Any) -> None:
-                record = {"t_ns": round(world.now() * 1e9), "kind": kind, "node": world.name, **values}
+                record = {"t_ns": round(world.elapsed_s() * 1e9), "kind": kind, "node": world.name, **values}
                 lines.write(json.dumps(record, separators=(",", ":")) + "\n")
                 lines.flush()
 
+            def computed(work: str, start_s: float, end_s: float) -> None:
+                journal("compute", work=work, start_ns=round(start_s * 1e9), end_ns=round(end_s * 1e9))
+
+            world.computed = computed
             seat = Seat(
                 world=world, plan=plan, engines=engines, stop=stop, behaviour=config["behaviour"], journal=journal
             )
             await take_seat(config["role"], seat)
 
-        return run_process(config["name"], part, run_seed=plan.run_seed, line=Line(**config["line"]))
+        return run_process(config["name"], part, run_seed=plan.run_seed, line=Line(**config.get("line", {})))
 
 
 if __name__ == "__main__":

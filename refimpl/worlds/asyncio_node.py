@@ -127,6 +127,9 @@ class AsyncioNode:
         self.rng: np.random.Generator = derive_rng(run_seed, "node", name)
         self.alive = True
         self.line = line
+        self.slowness = 1.0  # 1 or more: the device is made so many times slower
+        self.skew_s = 0.0  # how far its clock is ahead
+        self.computed: Callable[[str, float, float], None] | None = None  # told of work, its start and its end
         self.uplink, self.downlink = Pacer(line.uplink_mbit_s), Pacer(line.downlink_mbit_s)
         self._started_s = started_s
         self._supervisor = supervisor
@@ -143,18 +146,30 @@ class AsyncioNode:
         self._started_s = started_s
 
     def now(self) -> float:
+        return self.elapsed_s() + self.skew_s
+
+    def elapsed_s(self) -> float:
+        """True time since the run began, whatever the node's clock says."""
         return time.monotonic() - self._started_s
+
+    def ail(self, *, slowness: float = 1.0, skew_s: float = 0.0) -> None:
+        """From now on the device is so many times slower, and the clock so far ahead. A device cannot be made faster:
+        raises ValueError below 1."""
+        if slowness < 1:
+            raise ValueError(f"slowness of node {self.name!r} is {slowness}; a real device needs 1 or more")
+        self.slowness, self.skew_s = slowness, skew_s
 
     async def sleep(self, duration_s: float) -> None:
         if duration_s < 0:
             raise ValueError(f"node {self.name!r} was to sleep for {duration_s} s; 0 or more was expected")
-        until = self.now() + duration_s
+        until = self.elapsed_s() + duration_s
         await asyncio.sleep(duration_s)
-        while (left := until - self.now()) > 0:  # the event loop's timer may be early by a clock tick
+        while (left := until - self.elapsed_s()) > 0:  # the event loop's timer may be early by a clock tick
             await asyncio.sleep(left)
 
     async def sleep_until(self, instant_s: float) -> None:
-        if (left := instant_s - self.now()) > 0:
+        """Until `elapsed_s()` is there."""
+        if (left := instant_s - self.elapsed_s()) > 0:
             await asyncio.sleep(left)
 
     def serve(self, handlers: Mapping[type[Message], Handler]) -> None:
@@ -186,7 +201,19 @@ class AsyncioNode:
         return [task.result() for task in tasks]
 
     async def compute(self, work: Work | Callable[[T], Work], fn: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._device, fn)
+        result, start_s, end_s = await asyncio.get_running_loop().run_in_executor(self._device, self._timed, fn)
+        if self.computed is not None:
+            self.computed(type(work(result) if callable(work) else work).__name__, start_s, end_s)
+        return result
+
+    def _timed(self, fn: Callable[[], T]) -> tuple[T, float, float]:
+        """On the device: `fn`, stretched by the slowness that is in force when it ends, with its start and end."""
+        start_s = self.elapsed_s()
+        try:
+            result = fn()
+        finally:
+            time.sleep((self.slowness - 1.0) * (self.elapsed_s() - start_s))
+        return result, start_s, self.elapsed_s()
 
     async def answer(self, source: str, message: Message) -> Message:
         """Run this node's handler for `message`. Raises Refused; a bug in the handler also reaches the supervisor."""

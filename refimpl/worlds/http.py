@@ -155,7 +155,7 @@ class HttpWorld(AsyncioNode):
         view = memoryview(b"".join(parts))
         for at in range(0, len(view), PACE_BYTES):
             piece = view[at : at + PACE_BYTES]
-            await self.sleep_until(self.uplink.reserve(len(piece), self.now()) + (delay_s if at == 0 else 0.0))
+            await self.sleep_until(self.uplink.reserve(len(piece), self.elapsed_s()) + (delay_s if at == 0 else 0.0))
             yield bytes(piece)
 
     async def _read_frame(self, stream: aiohttp.StreamReader) -> bytes:
@@ -172,7 +172,7 @@ class HttpWorld(AsyncioNode):
                 if not piece:
                     raise BadMessage(f"frame ends after {len(frame)} of {total} bytes")
                 frame += piece
-                await self.sleep_until(self.downlink.reserve(len(piece), self.now()))
+                await self.sleep_until(self.downlink.reserve(len(piece), self.elapsed_s()))
             async with asyncio.timeout(READ_IDLE_S):
                 if await stream.read(1):
                     raise BadMessage(f"bytes follow a frame of {total} bytes")

@@ -108,12 +108,12 @@ class LocalFabric:
 
     async def _travel(self, source: LocalWorld, target: LocalWorld, size_bytes: int) -> None:
         latency_s = (source.line.latency_ms + target.line.latency_ms) / 1000
-        arrived_s = source.now() + latency_s
+        arrived_s = source.elapsed_s() + latency_s
         if source is not target and (source.paced or target.paced):
             left = size_bytes
             while left > 0:
                 piece = min(left, PACE_BYTES)
-                sent_s = source.uplink.reserve(piece, source.now())
+                sent_s = source.uplink.reserve(piece, source.elapsed_s())
                 arrived_s = target.downlink.reserve(piece, sent_s + latency_s)
                 left -= piece
                 await source.sleep_until(sent_s)

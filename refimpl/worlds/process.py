@@ -2,8 +2,12 @@
 
     child -> parent   {"url": "http://127.0.0.1:40123"}          it listens
     parent -> child   {"book": {name: url}, "started_s": 12.5}   the run begins, at this reading of the monotonic clock
+    parent -> child   {"slowness": 3.0, "skew_s": 0.0}           so slow is the device, so far ahead the clock, from now
     parent -> child   (end of input)                             stop; also what a child sees when its parent dies
     child exits       0: its part is done; 1: a task failed, and standard error says which
+
+A child that has not been told to begin waits, with all it needs loaded: so a parent can have a dead node's successor
+ready, and let it begin at an instant of its choosing.
 
 Several machines: the same lines over any channel; `started_s` is then left out, and each node's clock starts at zero.
 """
@@ -46,13 +50,12 @@ async def _live(name: str, main: Main, run_seed: int, line: Line, host: str) -> 
         world.start_clock(order.get("started_s", time.monotonic()))
 
         async def listen() -> None:
-            while await orders.readline():
-                pass
+            while line := await orders.readline():
+                world.ail(**json.loads(line))
             stop.set()
 
-        listening = asyncio.ensure_future(listen())
+        world.spawn(listen(), "orders")
         await supervisor.run(main(world, stop))
-        listening.cancel()
     except TaskFailed as failure:
         print(failure, file=sys.stderr, flush=True)
         return 1

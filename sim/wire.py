@@ -1,0 +1,92 @@
+"""`python -m sim.wire CONFIG.json`: the scenario's network as a process between real nodes (`refimpl/worlds/wire.py`).
+
+The paths, delays, losses, jitter, reach and faults are those of the simulator's own `Network`: the same object decides
+them in both worlds. What is real here is the passing of time, the bytes, and how flows share a line.
+
+CONFIG.json holds scenario, seed and log (a file for the calls).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import refimpl.shardcast.messages as shardcast_messages
+from refimpl import messages
+from refimpl.world import derive_rng
+from refimpl.worlds.wire import Passage, run_wire
+from sim.fabric import build_network
+from sim.scenario import Scenario
+
+HOUSES = (messages, shardcast_messages)
+"""Where messages with blobs are."""
+
+
+class ScenarioRules:
+    """`refimpl.worlds.wire.Rules` of one scenario. A source's chance is its own, whatever else happens."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.scenario = scenario
+        self.network = build_network(scenario)
+        self.numbers = {member.name: number for number, member in enumerate(scenario.members())}
+        self._rngs: dict[str, np.random.Generator] = {
+            name: derive_rng(seed, "network", name) for name in self.numbers
+        }
+
+    def refusal(self, source: str, target: str) -> str | None:
+        for name in (source, target):
+            if name not in self.numbers:
+                return f"there is no node {name!r}"
+        return self.network.unreachable(self.numbers[source], self.numbers[target])
+
+    def passage(self, source: str, target: str, kind: str, size_bytes: int, *, reply: bool) -> Passage:
+        path = self.network.path(self.numbers[source], self.numbers[target], reply=reply)
+        rng = self._rngs[source]
+        delay_s = self.network.sample_delay_s(path, rng, size_bytes)
+        fate = self.network.fate(path, rng)
+        delays_s = tuple(delay_s + extra_s for extra_s in fate.extra_delay_s)
+        return Passage(path.links, path.rate_bound_bytes_per_s, delays_s, fate.in_order and not _is_bulk(kind))
+
+    def reset_s(self, source: str, target: str) -> float:
+        return self.network.path(self.numbers[source], self.numbers[target], reply=True).one_way_latency_s
+
+    def rate_bytes_per_s(self, link: int) -> float:
+        return self.network.engine.capacity(link)
+
+    def order(self, order: dict[str, Any], now_s: float) -> None:
+        """{"fault": its place in the scenario, "begins": whether}."""
+        place, begins = order["fault"], order["begins"]
+        fault = self.scenario.faults[place]
+        struck = dict.fromkeys(name for named in fault.nodes for name in self.scenario.struck_by(named))
+        for name, on in fault.on_network({name: self.numbers[name] for name in struck}):
+            if begins:
+                self.network.apply(now_s, f"fault {place} {name}", on)
+            else:
+                self.network.lift(now_s, f"fault {place} {name}")
+
+
+@lru_cache(maxsize=1024)
+def _is_bulk(kind: str) -> bool:
+    """Whether messages of this kind carry a blob: such transfers run side by side, as in the simulator."""
+    found = [vars(house)[kind] for house in HOUSES if kind in vars(house)]
+    return any("Blob" in str(hint) for message in found for hint in message.__annotations__.values())
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0: told to stop; 2: usage."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print(__doc__, file=sys.stderr)
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    config = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    rules = ScenarioRules(Scenario.model_validate(config["scenario"]), config["seed"])
+    with Path(config["log"]).open("w", encoding="utf-8") as log:
+        return run_wire(rules, log)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
