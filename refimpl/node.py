@@ -29,6 +29,17 @@ def plan_from_json(fields: dict[str, Any]) -> SwarmPlan:
     )
 
 
+def warm_up(engines: RealEngines, role: str, behaviour: str) -> None:
+    """Load what the role needs, and use it once: a process's first pass takes seconds of set-up that later ones do not,
+    and they belong before the clock starts."""
+    prompts = [engines.prompt_of(0)]
+    if role == "worker":
+        engines.worker_engine(behaviour).answer(prompts, [0])
+    elif role == "validator":
+        answers = engines.worker_engine("honest").answer(prompts, [0])
+        engines.engine(engines.decoder()).replay(prompts, [answer.tokens for answer in answers])
+
+
 def main(arguments: list[str]) -> int:
     """Exit code 0: the node's part is done; 1: a task failed; 2: usage."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
@@ -38,10 +49,7 @@ def main(arguments: list[str]) -> int:
     set_threads(config["processes"])
     plan = plan_from_json(config["plan"])
     engines = RealEngines(plan.agreement)
-    if config["role"] == "worker":
-        engines.worker_engine(config["behaviour"])  # before the clock starts
-    elif config["role"] == "validator":
-        engines.decoder()
+    warm_up(engines, config["role"], config["behaviour"])
 
     with Path(config["journal"]).open("a", encoding="utf-8") as lines:
 

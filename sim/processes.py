@@ -1,70 +1,43 @@
-"""A scenario as real processes on this machine, over HTTP with shaped lines: same roles, same folder of results.
+"""A scenario as real processes on this machine: same roles, same network, same lives and faults, same folder of results.
 
-Every node is a process. They start together when all listen, workers end by themselves, services are then told to stop.
-A node that fails, or a run that outlives its time, ends all, and the sentence says which.
+Every node is a process (`sim/children.py`), and so is the network between them (`sim/wire.py`). `sim/driver.py` lets
+them live and die as the scenario says, a second of it in a second. Workers end by themselves; services are told to.
+The run is over when all workers have done their part, at the scenario's end, when a node failed that nobody killed, or
+when nobody has got on for a while and nothing is left that could change it; a sentence says which.
+
+Differs from a simulated run: 1) compute takes the time that this machine takes, not that of the scenario's devices;
+2) the memory of nodes cannot be looked at from outside, so that checkers judge by events alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
-import os
-import select
-import subprocess
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from refimpl.swarm import SERVICES, SwarmPlan
-from sim.kinds.swarm import begin
+from sim.checkers import Violation
+from sim.children import SwarmFailed, stop_all
+from sim.driver import Driver
+from sim.explain import FINISHED
+from sim.journals import Journals
+from sim.kinds.swarm import Swarm, begin
 from sim.progress import Progress
-from sim.regions import region_set
+from sim.real_checks import check_events, checks_json, waits_of_calls, write_waits
 from sim.run import RunResult, conclude
-from sim.scenario import Member, Scenario, ScenarioError
+from sim.scenario import Scenario
 
-NODES_MAX = 64  # processes that one machine is asked to run
-START_S = 600.0  # loading a model in many processes at once on a busy machine
-POLL_S = 0.1
+__all__ = ["SwarmFailed", "run_processes"]
 
-
-class SwarmFailed(ScenarioError):
-    """A node failed, or the run did not end in time. Takes exactly one argument: the sentence."""
-
-
-@dataclasses.dataclass
-class _Child:
-    """One node's process and its files."""
-
-    member: Member
-    process: subprocess.Popen[str]
-    log: IO[str]
-    journal: Path
-    url: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-
-def line_of(scenario: Scenario, member: Member) -> dict[str, float]:
-    """The node's access line. Between processes, half of the mean distance to the other regions is added to it."""
-    group = member.group
-    latency_ms = group.latency_ms
-    if scenario.network.regions is not None and group.region is not None:
-        regions = region_set(scenario.network.regions)
-        others = [m.group.region for m in scenario.members() if m.name != member.name and m.group.region is not None]
-        if others:
-            # a message pays both ends' lines, so each end carries a half of the one-way time, a quarter of the trip
-            latency_ms += sum(regions.rtt_ms(group.region, other) for other in others) / len(others) / 4
-    return {
-        "uplink_mbit_s": group.uplink_mbit_s,
-        "downlink_mbit_s": group.downlink_mbit_s,
-        "latency_ms": latency_ms,
-    }
+POLL_S = 0.05
+STUCK_S = 120.0
+"""Nobody getting on for so long, with nothing on the agenda and idle processors, is being stuck."""
+RESTS = 20.0
+"""A rest between assignments is exponential; one of so many means does not happen."""
+IDLE_SHARE = 0.05
+"""Of one core: below it, nobody is at work."""
+GETTING_ON = frozenset({"registered", "assigned", "generated", "submitted", "judged", "compute", "ejected", "up"})
+OPEN_TOLD = 5
 
 
 def run_processes(
@@ -75,144 +48,114 @@ def run_processes(
     model_path: str,
     runs: Path,
     timeout_s: float = 3600.0,
+    stuck_s: float = STUCK_S,
     say: Callable[[str], None] = print,
 ) -> RunResult:
-    """Run `scenario` for real and leave `runs/NAME-SEED/` behind. Raises SwarmFailed."""
-    members = list(scenario.members())
-    if len(members) > NODES_MAX:
-        raise ScenarioError(f"{name} has {len(members)} nodes; a machine is asked to run {NODES_MAX} processes at most")
+    """Run `scenario` for real and leave `runs/NAME-SEED/` behind, whether it finished or not (`RunResult.ended`).
+
+    Raises ScenarioError for what cannot be done for real, SwarmFailed when a process did not start.
+    """
     folder = runs / f"{name}-{seed}"
-    (folder / "nodes").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: there is one when this one is over
     play = begin(scenario, seed, model_path)
-    plan = play.plan
-    children: list[_Child] = []
-    try:
-        say(f"starting {len(members)} processes")
-        for member in members:
-            children.append(_start(scenario, member, plan, folder, len(members)))
-        listening_s = time.monotonic() + START_S
-        for child in children:
-            _await_url(child, listening_s)
-        say("all listen; the run begins")
-        started_s = time.monotonic()
-        order = json.dumps({"book": {child.name: child.url for child in children}, "started_s": started_s})
-        for child in children:
-            assert child.process.stdin is not None
-            child.process.stdin.write(order + "\n")
-            child.process.stdin.flush()
-        _await_workers(name, children, plan, started_s, timeout_s)
-    finally:
-        _stop(children)
-    _merge(children, folder / "events.jsonl")
-    tally, figures = conclude(folder, name, seed, scenario, play, virtual_s=time.monotonic() - started_s)
-    say(tally.table())
-    say(f"{time.monotonic() - started_s:.0f} s: {folder}/ (a log and a journal per node in nodes/)")
-    return RunResult(folder, tally, figures)
+    driver = Driver(scenario, play.plan, seed, folder)
+    watch = _Watch(scenario, play, driver, timeout_s, stuck_s)
+    with Progress(name) as shown:
+        try:
+            shown.turn_to(f"starting {len(driver.members)} processes")
+            driver.prepare()
+            driver.begin()
+            shown.turn_to("", driver.now_s, watch.share, play.counts)
+            ended, open_calls = watch.until_over()
+            virtual_s = driver.now_s()
+        finally:
+            shown.turn_to("stopping processes")
+            stop_all(driver.close())
+        events = watch.journals.merge(folder / "events.jsonl")
+        violations = check_events(scenario, play.plan, events, ended)
+        write_waits(folder, waits_of_calls(folder, scenario, events, open_calls, ended, virtual_s))
+        more = {"ended": ended, "checks": checks_json(violations), "torn_lines": watch.journals.torn}
+        tally, figures = conclude(folder, name, seed, scenario, play, virtual_s=virtual_s, more=more, shown=shown)
+    result = RunResult(folder, tally, figures, ended, tuple(violations))
+    _tell(result, virtual_s, violations, say)
+    return result
 
 
-def _start(scenario: Scenario, member: Member, plan: SwarmPlan, folder: Path, processes: int) -> _Child:
-    base = folder / "nodes" / member.name
-    journal = base.with_suffix(".jsonl")
-    journal.unlink(missing_ok=True)
-    config = {
-        "name": member.name,
-        "role": member.group.role,
-        "behaviour": member.group.behaviour,
-        "line": line_of(scenario, member),
-        "journal": str(journal),
-        "processes": processes,
-        "plan": dataclasses.asdict(plan),
-    }
-    path = base.with_suffix(".json")
-    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    log = base.with_suffix(".log").open("w", encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "refimpl.node", str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+def _tell(result: RunResult, virtual_s: float, violations: list[Violation], say: Callable[[str], None]) -> None:
+    say(result.tally.table())
+    say(f"{virtual_s:.0f} s: {result.folder}/ (a log and a journal per node in nodes/, every call in calls.jsonl)")
+    for violation in violations:
+        say(str(violation))
+    if not result.ok:
+        say(f"{result.ended}; `python -m sim why {result.folder}` says who waited for whom")
+
+
+class _Watch:
+    """Over a run: steps the driver, and knows when it is over and why."""
+
+    def __init__(self, scenario: Scenario, play: Swarm, driver: Driver, timeout_s: float, stuck_s: float) -> None:
+        self.scenario, self.play, self.driver = scenario, play, driver
+        self.timeout_s, self.stuck_s = timeout_s, stuck_s + RESTS * scenario.task.pause_s
+        self.journals = Journals(driver.journals)
+        self.left = {member.name for member in scenario.members() if member.group.role == scenario.rules.busy}
+        self._got_on_s = 0.0
+        self._cpu_s: float | None = 0.0  # at that time
+
+    def share(self) -> float:
+        """How far the run is: by work done or by time gone, whichever ends it sooner."""
+        return max(self.play.share(), self.driver.now_s() / self.scenario.duration_s)
+
+    def until_over(self) -> tuple[str, list[dict[str, Any]]]:
+        """FINISHED or the sentence, and the calls that were open then."""
+        driver = self.driver
+        while True:
+            wait_s = driver.step()
+            for event in self.journals.fresh():
+                self.play.event(event)
+                if event["kind"] in GETTING_ON:
+                    self._got_on_s, self._cpu_s = driver.now_s(), self._used_s()
+            if (ended := self._over()) is not None:
+                open_calls = driver.open_calls()
+                if ended != FINISHED and open_calls:
+                    ended += "; " + "; ".join(_waiting(call) for call in open_calls[:OPEN_TOLD])
+                return ended, open_calls
+            time.sleep(min(POLL_S, max(0.0, wait_s)))
+
+    def _over(self) -> str | None:
+        driver, now_s = self.driver, self.driver.now_s()
+        for name, child in driver.children.items():
+            code = child.code
+            if child.done:
+                self.left.discard(name)
+            if code is not None and not (child.done and code == 0):
+                return f"a task failed: node {name!r} ended with {code}; its last words: {child.last_words()}"
+        if driver.wire.code is not None:
+            return f"the network ended with {driver.wire.code}; its last words: {driver.wire.last_words()}"
+        if not self.left or now_s >= self.scenario.duration_s:
+            return FINISHED
+        undone = ", ".join(sorted(self.left)[:OPEN_TOLD]) + (" and others" if len(self.left) > OPEN_TOLD else "")
+        if now_s >= self.timeout_s:
+            return f"after {self.timeout_s:g} s of wall-clock time these workers had not ended: {undone}"
+        if not driver.agenda and now_s - self._got_on_s > self.stuck_s and self._idle(now_s):
+            return f"stuck: nobody has got on for {now_s - self._got_on_s:.0f} s, and {undone} had not ended"
+        return None
+
+    def _idle(self, now_s: float) -> bool:
+        """Whether processors were idle since somebody last got on; where the system does not say, they were not."""
+        before_s, used_s = self._cpu_s, self._used_s()
+        if before_s is None or used_s is None:
+            return False
+        return used_s - before_s < IDLE_SHARE * (now_s - self._got_on_s)
+
+    def _used_s(self) -> float | None:
+        used = [child.cpu_s() for child in self.driver.children.values() if child.code is None]
+        known = [seconds for seconds in used if seconds is not None]
+        return sum(known) if len(known) == len(used) else None
+
+
+def _waiting(call: dict[str, Any]) -> str:
+    return (
+        f"{call['waiting']} has waited {call['waited_s']:.1f} s for {call['target']} to answer {call['message']}: "
+        f"{call['reason']}"
     )
-    return _Child(member, process, log, journal)
-
-
-def _await_url(child: _Child, until_s: float) -> None:
-    stdout = child.process.stdout
-    assert stdout is not None
-    if not select.select([stdout], [], [], max(0.0, until_s - time.monotonic()))[0]:
-        raise SwarmFailed(f"node {child.name!r} did not listen within {START_S:g} s; {_last_words(child)}")
-    line = stdout.readline()
-    try:
-        child.url = json.loads(line)["url"]
-    except (ValueError, KeyError, TypeError):
-        raise SwarmFailed(f"node {child.name!r} did not start; its last words: {_last_words(child)}") from None
-
-
-def _await_workers(name: str, children: list[_Child], plan: SwarmPlan, started_s: float, timeout_s: float) -> None:
-    workers = [child for child in children if child.member.group.role not in SERVICES]
-    validator = next(child for child in children if child.name == plan.validator)
-    expected = max(1, len(workers) * plan.assignments * plan.agreement.batch)
-    counts: Counter[str] = Counter({"judged": 0, "working": len(workers)})
-
-    def share() -> float:
-        if validator.journal.exists():
-            counts["judged"] = validator.journal.read_text(encoding="utf-8").count('"kind":"judged"')
-        return counts["judged"] / expected
-
-    with Progress(name, lambda: time.monotonic() - started_s, share, counts):
-        while any(child.process.poll() is None for child in workers):
-            counts["working"] = sum(child.process.poll() is None for child in workers)
-            for child in children:
-                code = child.process.poll()
-                if code not in (None, 0) or (code == 0 and child not in workers):
-                    raise SwarmFailed(f"node {child.name!r} ended with {code}; its last words: {_last_words(child)}")
-            if time.monotonic() - started_s > timeout_s:
-                busy = ", ".join(child.name for child in workers if child.process.poll() is None)
-                raise SwarmFailed(f"after {timeout_s:g} s these workers had not ended: {busy}")
-            time.sleep(POLL_S)
-    for child in workers:
-        if child.process.returncode:
-            raise SwarmFailed(f"node {child.name!r} failed; its last words: {_last_words(child)}")
-
-
-def _stop(children: list[_Child]) -> None:
-    """End of input first, then the signals that no process can sleep through. Never raises."""
-    for child in children:
-        if child.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                child.process.stdin.close()
-    for end in (lambda process: None, lambda process: process.terminate(), lambda process: process.kill()):
-        for child in children:
-            if child.process.poll() is None:
-                end(child.process)
-        deadline_s = time.monotonic() + 10.0
-        for child in children:
-            try:
-                child.process.wait(max(0.1, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
-    for child in children:
-        child.log.close()
-        if child.process.stdout is not None:
-            child.process.stdout.close()
-
-
-def _last_words(child: _Child) -> str:
-    child.log.flush()
-    text = Path(child.log.name).read_text(encoding="utf-8", errors="replace").strip()
-    return text[-600:] or "(none)"
-
-
-def _merge(children: list[_Child], path: Path) -> None:
-    """All journals as one log, by time, then node, then place."""
-    records: list[tuple[int, str, int, dict[str, Any]]] = []
-    for child in children:
-        if child.journal.exists():
-            for place, line in enumerate(child.journal.read_text(encoding="utf-8").splitlines()):
-                record = json.loads(line)
-                records.append((record["t_ns"], child.name, place, record))
-    records.sort(key=lambda entry: entry[:3])
-    with path.open("w", encoding="utf-8") as out:
-        for *_, record in records:
-            out.write(json.dumps(record, separators=(",", ":")) + "\n")

@@ -2,6 +2,7 @@
 
     child -> parent   {"url": "http://127.0.0.1:40123"}          it listens
     parent -> child   {"book": {name: url}, "started_s": 12.5}   the run begins, at this reading of the monotonic clock
+                      with "tell": true, the child says {"begun": true} as soon as it serves, {"done": true} when done
     parent -> child   {"slowness": 3.0, "skew_s": 0.0}           so slow is the device, so far ahead the clock, from now
     parent -> child   (end of input)                             stop; also what a child sees when its parent dies
     child exits       0: its part is done; 1: a task failed, and standard error says which
@@ -55,10 +56,21 @@ async def _live(name: str, main: Main, run_seed: int, line: Line, host: str) -> 
             stop.set()
 
         world.spawn(listen(), "orders")
+        if order.get("tell"):
+            world.spawn(_tell(), "tell")
         await supervisor.run(main(world, stop))
+        if order.get("tell") and not stop.is_set():
+            print(json.dumps({"done": True}), flush=True)
     except TaskFailed as failure:
         print(failure, file=sys.stderr, flush=True)
         return 1
     finally:
         await world.stop()
     return 0
+
+
+async def _tell() -> None:
+    """Say that the node has begun: by now its main task has run until it first waits."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    print(json.dumps({"begun": True}), flush=True)
