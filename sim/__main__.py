@@ -34,6 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
         sub.add_argument("--seed", type=_seed, help="instead of the scenario's own")
         sub.add_argument("--model", help="a folder or hub id, instead of the scenario's own")
         sub.add_argument("--runs", type=Path, default=Path("runs"), help="where the run's folder goes (default: runs)")
+        if command == "swarm":
+            text = "then simulate it too, and compare verdicts and times"
+            sub.add_argument("--compare", action="store_true", help=text)
         if command == "run":
             text = "draw trace.json for Perfetto, or not (default: for few nodes)"
             sub.add_argument("--trace", action=argparse.BooleanOptionalAction, default=None, help=text)
@@ -101,12 +104,18 @@ def _swarm(options: argparse.Namespace) -> int:
     wanted = options.model or scenario.model_path
     if wanted is None:
         raise ScenarioError(f"{options.scenario} has no real model to run; real processes need one")
-    from sim.processes import run_processes
-
     seed = scenario.seed if options.seed is None else options.seed
     name = Path(options.scenario).stem
-    run_processes(scenario, name=f"swarm-{name}", seed=seed, model_path=_model(options, scenario), runs=options.runs)
-    return 0
+    # imported here: a bad scenario is refused at once, without waiting for what runs it
+    if options.compare:
+        from sim.likeness import compare_worlds
+
+        path = _model(options, scenario)
+        return 0 if compare_worlds(scenario, name=name, seed=seed, model_path=path, runs=options.runs).alike else 1
+    from sim.processes import run_processes
+
+    path = _model(options, scenario)
+    return 0 if run_processes(scenario, name=f"swarm-{name}", seed=seed, model_path=path, runs=options.runs).ok else 1
 
 
 def _why(options: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ Messages of one channel are handed over in the order in which they were sent, as
 (source, target, kind of message). Bulk data has no channel: parallel transfers may overtake each other.
 
 A message of one packet that meets no other traffic keeps the rate with which it started, even if somebody comes within
-its fraction of a millisecond: its arrival is known at once, and costs one event instead of two. Its bytes still occupy
-the links, for whoever comes.
+its millisecond or two: its arrival is known at once, and costs one event instead of two. Its bytes still occupy the
+links, for whoever comes. On a line so slow that one packet takes longer, packets share like everything else.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sim.world import Arrived
 Channel = tuple[int, int, str]
 
 PACKET_BYTES = 1448  # payload of one Ethernet frame with TCP timestamps
+PACKET_S_MAX = 0.002  # 1448 bytes at 6 Mbit/s
 GIVE_UP_NS = 127 * SECOND_NS
 """So long a connection is tried over a line that is down: six doubling waits from 1 s (Linux, tcp_syn_retries = 6)."""
 INFINITY = float("inf")
@@ -111,6 +112,7 @@ class FlowCarrier:
                 size_bytes,
                 weight=path.weight,
                 rate_bound_bytes_per_s=path.rate_bound_bytes_per_s,
+                within_s=PACKET_S_MAX,
             )
             if finish_s != INFINITY:
                 arrival_ns = to_ns(finish_s + delay_s)

@@ -31,6 +31,7 @@ SETTLE_S = 0.5
 """Services begin so long before the run's first instant: nobody may call one that does not serve yet."""
 NODES_MAX = 64  # processes that one machine is asked to run
 DRIVER = "(driver)"
+NODE = "refimpl.node"  # the module that is a node
 
 
 def cannot_be_real(scenario: Scenario) -> str | None:
@@ -44,7 +45,9 @@ def cannot_be_real(scenario: Scenario) -> str | None:
         if fault.kind == "disk_full":
             return f"fault {place} fills a disk; that would fill this machine's, and is only simulated"
         if fault.kind == "slow" and (fault.slowness or 1.0) < 1.0:
-            return f"fault {place} has slowness {fault.slowness}; a real device can be made slower (above 1), not faster"
+            return (
+                f"fault {place} has slowness {fault.slowness}; a real device can be made slower (above 1), not faster"
+            )
     return None
 
 
@@ -58,8 +61,9 @@ class Driver:
         self.nodes_folder = folder / "nodes"
         self.members = {member.name: member for member in scenario.members()}
         self.children: dict[str, Child] = {}  # up, or about to be
-        self.coming: set[str] = set()  # of these, those that do not listen yet
-        self.spares: dict[str, Child] = {}
+        self.coming: dict[str, bool] = {}  # of these, those that do not listen yet; whether they find their disk
+        self.firsts: dict[str, Child] = {}  # ready to begin at the first instant
+        self.spares: dict[str, Child] = {}  # ready, or soon, to begin when their nodes come
         self.started_s = 0.0
         faults = [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults]
         self.course = Course(list(self.members), random_lives(scenario, seed), faults, self)
@@ -76,10 +80,10 @@ class Driver:
         """Start all that is to be there at the first instant or soon after, and wait until it listens."""
         for name, standing in self.course.standing.items():
             if standing.up:
-                self.spares[name] = self._start(name)
+                self.firsts[name] = self._start(name)
         self._start_ahead(0.0)
         until_s = time.monotonic() + START_S
-        for child in [self.wire, *self.spares.values()]:
+        for child in [self.wire, *self.firsts.values(), *self.spares.values()]:
             child.listens(until_s - time.monotonic())
 
     def begin(self) -> None:
@@ -101,7 +105,7 @@ class Driver:
     def close(self) -> list[Child]:
         """No more is to happen. Returns every process that may be left."""
         self._record.close()
-        return [*self.children.values(), *self.spares.values(), self.wire]
+        return [*self.children.values(), *self.firsts.values(), *self.spares.values(), self.wire]
 
     # ------------------------------------------------------------------------------------------------------- the run
     def step(self) -> float:
@@ -140,17 +144,17 @@ class Driver:
         if not disk_kept:
             shutil.rmtree(disk, ignore_errors=True)
         disk.mkdir(exist_ok=True)
-        self.children[name] = self.spares.pop(name, None) or self._start(name)
-        self.coming.add(name)
-        self.record("up", name, disk_kept=disk_kept)
+        child = self.firsts.pop(name, None) or self.spares.pop(name, None) or self._start(name)
+        self.children[name] = child
+        self.coming[name] = disk_kept
         if self.children[name].listens():
             self._seat(name)
 
     def take_down(self, name: str, why: str) -> None:
         self.children.pop(name).kill()
-        self.coming.discard(name)
         self.wire.say({"at": {name: None}})
-        self.record("down", name, why=why)
+        if self.coming.pop(name, None) is None:  # else it never was up
+            self.record("down", name, why=why)
 
     def ail(self, name: str, standing: Standing) -> None:
         child = self.children[name]
@@ -182,12 +186,12 @@ class Driver:
             "processes": len(self.members),
             "plan": dataclasses.asdict(self.plan),
         }
-        return Child(name, "refimpl.node", config, self.nodes_folder / name)
+        return Child(name, NODE, config, self.nodes_folder / name)
 
     def _seat(self, name: str) -> None:
         """The node begins; from when it serves on, calls reach it."""
         child = self.children[name]
-        self.coming.discard(name)
+        self.record("up", name, disk_kept=self.coming.pop(name))
         book = {other: f"{self.wire.url}/to/{other}" for other in self.members} | {name: child.url}
         child.say({"book": book, "started_s": self.started_s, "tell": True})
         if child.hears(START_S) is not None:

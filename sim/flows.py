@@ -224,9 +224,11 @@ class FlowEngine:
         *,
         weight: float = 1.0,
         rate_bound_bytes_per_s: float = INFINITY,
+        within_s: float = INFINITY,
     ) -> float:
         """Begin to send what is so short that whoever comes meanwhile does not change its end. Returns when it ends;
-        infinity, and nothing has begun, when it would have to share a link. Its bytes occupy the links like others."""
+        infinity, and nothing has begun, when it would have to share a link or take longer than `within_s`. Its bytes
+        occupy the links like others."""
         if now_s != self._now_s:
             self._move_to(now_s)
         if size_bytes == 0.0:
@@ -236,7 +238,7 @@ class FlowEngine:
         for link in links:
             if capacity[link] < rate:
                 rate = capacity[link]
-        if not 0.0 < rate < INFINITY:
+        if not 0.0 < rate < INFINITY or size_bytes > within_s * rate:
             return INFINITY
         for link in links:
             if load[link] + rate > capacity[link]:

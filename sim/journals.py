@@ -1,4 +1,4 @@
-"""Why: real nodes write what happens into files of their own, which outlive them; here they become one log of the run."""
+"""Why: real nodes write what happens into files of their own, which outlive them; here they become one log of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scenario as real processes on this machine: same roles, same network, same lives and faults, same folder of results.
+"""A scenario as real processes on this machine: same roles, same network, same lives and faults, same folder it leaves.
 
 Every node is a process (`sim/children.py`), and so is the network between them (`sim/wire.py`). `sim/driver.py` lets
 them live and die as the scenario says, a second of it in a second. Workers end by themselves; services are told to.

@@ -53,9 +53,7 @@ def check_events(scenario: Scenario, plan: SwarmPlan, events: list[Record], ende
     for event in events:
         facts.event(event)
     view = SwarmView(fabric=cast(Any, None), facts=facts, rules=plan.rules, ledger=plan.ledger)  # nobody looks at it
-    found = [
-        Violation(category, checker.__name__, text) for category, checker in BY_ENDING for text in checker(ended)
-    ]
+    found = [Violation(category, checker.__name__, text) for category, checker in BY_ENDING for text in checker(ended)]
     return found + check(view, BY_EVENTS)
 
 

@@ -30,7 +30,7 @@ from sim.progress import Progress
 from sim.record import EventLog, LogReader
 from sim.report import write_report
 from sim.scenario import Scenario
-from sim.world import SimFabric, SimWorld
+from sim.world import Pricer, SimFabric, SimWorld
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ def run_scenario(
     say: Callable[[str], None] = print,
     trace: bool | None = None,
     progress: bool = True,
+    prices: Mapping[str, Pricer] | None = None,
 ) -> RunResult:
     """Run `scenario` and leave `runs/NAME-SEED/` behind, whether it finished, got stuck or broke (`RunResult.ended`).
 
-    `trace`: whether to draw `trace.json`; None: when there are few enough nodes to look at. Raises ScenarioError for
-    what cannot be run.
+    `trace`: whether to draw `trace.json`; None: when there are few enough nodes to look at. `prices`: what work costs
+    on each node, by name, instead of what its device's figures say. Raises ScenarioError for what cannot be run.
     """
     started_s = time.monotonic()
     with Progress(name, shown=progress) as shown:
@@ -79,7 +80,7 @@ def run_scenario(
             shown.turn_to("making nodes")
             fabric, network = build(scenario, seed, log)
             over = Oversight(scenario, play, fabric, network, log, trace=trace, folder=folder)
-            over.over(lambda: _drive(scenario, name, seed, fabric, network, play, log, shown))
+            over.over(lambda: _drive(scenario, seed, fabric, network, play, log, shown, prices))
         finally:
             log.close()
         shown.turn_to("checking promises")
@@ -104,13 +105,13 @@ def run_scenario(
 
 def _drive(
     scenario: Scenario,
-    name: str,
     seed: int,
     fabric: SimFabric,
     network: Network,
     play: Play,
     log: EventLog,
     shown: Progress,
+    given_prices: Mapping[str, Pricer] | None,
 ) -> bool:
     """Let every node live and work until the busy ones have done their part (True), or the scenario's time is up."""
     members = {member.name: member for member in scenario.members()}
@@ -131,7 +132,7 @@ def _drive(
         world.spawn(part(world), members[world.name].group.role)
 
     async def main() -> bool:
-        prices = {member.name: find_device(member.group.device).price for member in members.values()}
+        prices = given_prices or {name: find_device(member.group.device).price for name, member in members.items()}
         life = Life(fabric, network, prices=prices, start=start)
         faults = [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults]
         life.begin(list(members), random_lives(scenario, seed), faults)

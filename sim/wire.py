@@ -34,9 +34,7 @@ class ScenarioRules:
         self.scenario = scenario
         self.network = build_network(scenario)
         self.numbers = {member.name: number for number, member in enumerate(scenario.members())}
-        self._rngs: dict[str, np.random.Generator] = {
-            name: derive_rng(seed, "network", name) for name in self.numbers
-        }
+        self._rngs: dict[str, np.random.Generator] = {name: derive_rng(seed, "network", name) for name in self.numbers}
 
     def refusal(self, source: str, target: str) -> str | None:
         for name in (source, target):

@@ -22,7 +22,7 @@ from math import inf
 
 PIECE_S = 0.02
 RUN_UP_S = 0.1
-PIECE_BYTES_MIN, PIECE_BYTES_MAX = 64, 64 << 10
+PIECE_BYTES_MIN, PIECE_BYTES_MAX = 16, 64 << 10
 SLACK_S = 0.002
 """A flow sleeps only when it is this far ahead of the clock."""
 
