@@ -142,7 +142,7 @@ def measured_prices(events: Iterable[Event], names: Iterable[str]) -> dict[str, 
 
 def compare(scenario: Scenario, simulated: RunResult, real: RunResult, bound: float = BOUND) -> Likeness:
     """Two runs that are there."""
-    events = [list(read_events(run.folder / "events.jsonl")) for run in (simulated, real)]
+    events: list[list[Event]] = [list(read_events(run.folder / "events.jsonl")) for run in (simulated, real)]
     differences = []
     if simulated.ended != real.ended:
         differences.append(f"The simulated run ended: {simulated.ended}. The real run ended: {real.ended}.")

@@ -21,6 +21,7 @@ from refimpl import messages
 from refimpl.world import derive_rng
 from refimpl.worlds.wire import Passage, run_wire
 from sim.fabric import build_network
+from sim.flows import warm_up
 from sim.scenario import Scenario
 
 HOUSES = (messages, shardcast_messages)
@@ -81,6 +82,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 0 if arguments in (["-h"], ["--help"]) else 2
     config = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    warm_up(lambda line: None)  # else the first fault on a line would stop all traffic while its solver is loaded
     rules = ScenarioRules(Scenario.model_validate(config["scenario"]), config["seed"])
     with Path(config["log"]).open("w", encoding="utf-8") as log:
         return run_wire(rules, log)

@@ -46,7 +46,7 @@ def main(path: str) -> int:
             disk.write_text("kept", encoding="utf-8")
             while config["role"] == "worker" and not stop.is_set():
                 try:
-                    await world.call("ledger", Nudge(1), 0.3)
+                    await world.call("ledger", Nudge(1), 2.0)
                     outcome = "reached"
                 except CallError as error:
                     outcome = error.reason

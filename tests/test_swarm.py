@@ -50,7 +50,7 @@ def test_simulated_and_real_swarms_give_the_same_verdicts(tmp_path: Path) -> Non
     by_behaviour = {row.behaviour: (row.judged, row.rejected, row.ejected) for row in real.rows}
     assert by_behaviour == {"honest": (16, 0, 0), "layers-skipped": (4, 4, 1), "proofs-garbage": (4, 4, 1)}
     logs = sorted(path.name for path in (real.folder / "nodes").glob("*.log"))
-    assert len(logs) == 7 and all(path.stat().st_size == 0 for path in (real.folder / "nodes").glob("*.log"))
+    assert len(logs) == 8 and all(path.stat().st_size == 0 for path in (real.folder / "nodes").glob("*.log"))
 
 
 def test_a_node_that_cannot_start_is_named_and_nothing_is_left_running(tmp_path: Path) -> None:

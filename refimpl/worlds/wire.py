@@ -13,7 +13,7 @@ is cut, is decided by `Rules`; the wire only makes it true.
     wire -> parent   {"url": "http://127.0.0.1:40123"}  it listens
 
 As over a connection: messages of one kind from one node to another keep their order; a call to a dead node comes back
-as unreachable after the way back; what a dying node was sending never arrives; a lost message leaves its caller waiting.
+as unreachable after the way back; what a dying node was sending never arrives; a lost message keeps its caller waiting.
 Every call leaves a line in a log: who, whom, what, and when it left, came, was answered and was back.
 """
 
