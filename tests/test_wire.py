@@ -14,18 +14,21 @@ from typing import Any
 import pytest
 
 from refimpl.messages import Message, encode, name_of, wire
-from refimpl.world import Timeout, Unreachable
+from refimpl.world import Timeout, Unreachable, derive_rng
 from refimpl.worlds.asyncio_node import Supervisor
 from refimpl.worlds.http import HttpWorld
 from refimpl.worlds.links import Links
 from refimpl.worlds.wire import Wire
+from sim.carrier import FlowCarrier
+from sim.network import Network
 from sim.scenario import Scenario
 from sim.wire import ScenarioRules
+from sim.world import SimFabric
 
 
 @wire
 @dataclass(frozen=True)
-class Parcel(Message):
+class Postcard(Message):
     raw: bytes
 
 
@@ -129,7 +132,7 @@ class Town:
                 world = self.worlds[name] = HttpWorld(name, book=self.book, supervisor=supervisor)
                 self.wire.order({"at": {name: await world.start()}})
                 self.book[name] = f"{url}/to/{name}"
-                world.serve({Parcel: echo})
+                world.serve({Postcard: echo})
             try:
                 return await supervisor.run(main)
             finally:
@@ -143,8 +146,8 @@ class Town:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
 
 
-async def echo(source: str, message: Parcel) -> Message:
-    return Parcel(message.raw[:1])
+async def echo(source: str, message: Postcard) -> Message:
+    return Postcard(message.raw[:1])
 
 
 def takes(seconds: float, expected_s: float) -> None:
@@ -163,13 +166,13 @@ def test_each_direction_is_delayed_once_and_bytes_take_the_senders_uplink() -> N
 
     async def main() -> list[float]:
         near = town.worlds["near"]
-        return [await timed(near.call("hub", Parcel(b"x" * size), 10.0)) for size in (1, 1, 50_000)]
+        return [await timed(near.call("hub", Postcard(b"x" * size), 10.0)) for size in (1, 1, 50_000)]
 
     _, short_s, long_s = town.run(main())
     takes(short_s, 2 * 0.2)
     takes(long_s, 2 * 0.2 + 0.5)  # 50 kB at 0.8 Mbit/s
     call = town.calls()[-1]
-    assert (call["source"], call["target"], call["kind"], call["outcome"]) == ("near", "hub", "Parcel", "answered")
+    assert (call["source"], call["target"], call["kind"], call["outcome"]) == ("near", "hub", "Postcard", "answered")
     takes((call["came_ns"] - call["begun_ns"]) / 1e9, 0.2 + 0.5)
     takes((call["ended_ns"] - call["answered_ns"]) / 1e9, 0.2)
 
@@ -179,8 +182,8 @@ def test_a_relayed_call_pays_both_hops_and_takes_the_relays_line() -> None:
 
     async def main() -> float:
         near = town.worlds["near"]
-        await near.call("far", Parcel(b""), 10.0)
-        return await timed(near.call("far", Parcel(b""), 10.0))
+        await near.call("far", Postcard(b""), 10.0)
+        return await timed(near.call("far", Postcard(b""), 10.0))
 
     takes(town.run(main()), 2 * (0.08 + 0.12 + 0.12 + 0.08))
 
@@ -192,9 +195,9 @@ def test_a_call_over_a_dead_line_is_refused_as_in_the_simulator_and_an_answer_wa
         near, hub = town.worlds["near"], town.worlds["hub"]
         town.wire.order({"fault": 0, "begins": True})
         with pytest.raises(Unreachable, match="uplink of near is down"):
-            await near.call("hub", Parcel(b""), 10.0)
+            await near.call("hub", Postcard(b""), 10.0)
         begun_s = time.monotonic()
-        asking = asyncio.ensure_future(hub.call("near", Parcel(b"x"), 10.0))  # its way in is open
+        asking = asyncio.ensure_future(hub.call("near", Postcard(b"x"), 10.0))  # its way in is open
         await asyncio.sleep(0.6)
         town.wire.order({"fault": 0, "begins": False})
         await asking
@@ -210,14 +213,14 @@ def test_lost_messages_leave_their_caller_waiting_and_dead_nodes_are_unreachable
         near = town.worlds["near"]
         town.wire.order({"fault": 1, "begins": True})
         with pytest.raises(Timeout):
-            await near.call("hub", Parcel(b""), 0.5)
+            await near.call("hub", Postcard(b""), 0.5)
         town.wire.order({"fault": 1, "begins": False})
         (waiting,) = town.wire.order({"ask": "open"})["open"]  # type: ignore[index]
-        assert (waiting["waiting"], waiting["target"], waiting["message"]) == ("near", "hub", "Parcel")
+        assert (waiting["waiting"], waiting["target"], waiting["message"]) == ("near", "hub", "Postcard")
         town.wire.order({"at": {"hub": None}})
         begun_s = time.monotonic()
         with pytest.raises(Unreachable, match="'hub' is down"):
-            await near.call("hub", Parcel(b""), 10.0)
+            await near.call("hub", Postcard(b""), 10.0)
         return time.monotonic() - begun_s
 
     takes(town.run(main()), 2 * 0.2)
@@ -228,11 +231,31 @@ def test_jitter_is_seeded_by_node_and_drawn_as_the_scenario_says() -> None:
 
     def delays(source: str) -> list[float]:
         rules = ScenarioRules(scenario(**law), seed=7)
-        return [rules.passage(source, "hub", "Parcel", 10, reply=False).delays_s[0] for _ in range(5)]
+        return [rules.passage(source, "hub", "Postcard", 10, reply=False).delays_s[0] for _ in range(5)]
 
     assert delays("near") == delays("near") != delays("v")
     assert all(0.3 <= delay_s <= 0.4 for delay_s in delays("near")) and len(set(delays("near"))) == 5
 
 
 def test_the_name_of_a_message_is_read_without_decoding_it() -> None:
-    assert name_of(encode(Parcel(b"abc"))) == "Parcel"
+    assert name_of(encode(Postcard(b"abc"))) == "Postcard"
+
+
+def test_the_simulator_lets_packets_share_a_slow_line_as_real_ones_do() -> None:
+    """Found by comparing: the first of several packets sent at once must not have a slow line for itself."""
+    network = Network()
+    fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(1, "network")))
+    for name, uplink_mbit_s in (("a", 0.02), ("b", 100.0)):
+        fabric.node(name).serve({Postcard: echo})
+        network.add_node(name=name, uplink_mbit_s=uplink_mbit_s, downlink_mbit_s=100.0)
+    a = fabric.nodes["a"]
+
+    async def one() -> float:
+        await a.call("b", Postcard(b"x" * 1000), 60.0)
+        return a.now()
+
+    async def main() -> list[float]:
+        return await a.gather(*(one() for _ in range(4)))
+
+    size = len(encode(Postcard(b"x" * 1000)))
+    assert fabric.run(main()) == pytest.approx([4 * size / 2500] * 4, rel=0.01)
