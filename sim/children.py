@@ -108,8 +108,11 @@ class Child:
         self.halted = halted
 
     def kill(self) -> None:
-        """SIGKILL: it dies as it stands, and is gone when this returns."""
+        """SIGKILL: it dies as it stands. It is gone, to the last byte, after `bury`."""
         self.process.kill()
+
+    def bury(self) -> None:
+        """Wait until it is dead, and let go of its files."""
         self.process.wait()
         self.close()
 

@@ -62,6 +62,7 @@ class Driver:
         self.members = {member.name: member for member in scenario.members()}
         self.children: dict[str, Child] = {}  # up, or about to be
         self.coming: dict[str, bool] = {}  # of these, those that do not listen yet; whether they find their disk
+        self.dying: dict[str, Child] = {}  # killed; to be waited for when there is time
         self.firsts: dict[str, Child] = {}  # ready to begin at the first instant
         self.spares: dict[str, Child] = {}  # ready, or soon, to begin when their nodes come
         self.started_s = 0.0
@@ -105,7 +106,7 @@ class Driver:
     def close(self) -> list[Child]:
         """No more is to happen. Returns every process that may be left."""
         self._record.close()
-        return [*self.children.values(), *self.firsts.values(), *self.spares.values(), self.wire]
+        return [*self.children.values(), *self.dying.values(), *self.firsts.values(), *self.spares.values(), self.wire]
 
     # ------------------------------------------------------------------------------------------------------- the run
     def step(self) -> float:
@@ -115,6 +116,8 @@ class Driver:
         for name in list(self.coming):
             if self.children[name].listens():
                 self._seat(name)
+        for name in [name for name, child in self.dying.items() if child.code is not None]:
+            self.dying.pop(name).bury()
         for name, child in self.children.items():
             if name not in self.coming and (said := child.hears()) is not None:
                 child.done = child.done or "done" in said
@@ -144,6 +147,8 @@ class Driver:
         if not disk_kept:
             shutil.rmtree(disk, ignore_errors=True)
         disk.mkdir(exist_ok=True)
+        if name in self.dying:
+            self.dying.pop(name).bury()
         child = self.firsts.pop(name, None) or self.spares.pop(name, None) or self._start(name)
         self.children[name] = child
         self.coming[name] = disk_kept
@@ -151,7 +156,8 @@ class Driver:
             self._seat(name)
 
     def take_down(self, name: str, why: str) -> None:
-        self.children.pop(name).kill()
+        child = self.dying[name] = self.children.pop(name)
+        child.kill()
         self.wire.say({"at": {name: None}})
         if self.coming.pop(name, None) is None:  # else it never was up
             self.record("down", name, why=why)

@@ -31,7 +31,7 @@ from sim.world import Pricer
 BOUND = 0.10
 FLOOR_S = 1.0
 NETWORK_SHARE = 0.5
-COMING_S = 0.25
+COMING_S = 0.5
 """Comings, goings and faults of the real run may be so late: a process dies at once, and its successor was ready."""
 
 Event = Mapping[str, Any]

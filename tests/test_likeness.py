@@ -86,7 +86,7 @@ def test_a_node_that_comes_late_is_told_and_one_that_comes_in_time_is_not() -> N
         return history([{"t_ns": round(t * 1e9), "kind": "up", "node": "w"} for t in times_s])
 
     assert histories_that_differ(log(5.0), log(5.2)) == []
-    assert histories_that_differ(log(5.0), log(5.6)) == ["up w: simulated at 5.00 s; real at 5.60 s."]
+    assert histories_that_differ(log(5.0), log(5.8)) == ["up w: simulated at 5.00 s; real at 5.80 s."]
     assert "some happened more often" in histories_that_differ(log(5.0), log(5.0, 6.0))[0]
 
 
