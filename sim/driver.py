@@ -143,12 +143,12 @@ class Driver:
         return name in self.children
 
     def bring_up(self, name: str, standing: Standing, disk_kept: bool) -> None:
+        if name in self.dying:
+            self.dying.pop(name).bury()
         disk = self._disk(name)
         if not disk_kept:
             shutil.rmtree(disk, ignore_errors=True)
         disk.mkdir(exist_ok=True)
-        if name in self.dying:
-            self.dying.pop(name).bury()
         child = self.firsts.pop(name, None) or self.spares.pop(name, None) or self._start(name)
         self.children[name] = child
         self.coming[name] = disk_kept
