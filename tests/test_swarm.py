@@ -47,7 +47,10 @@ def test_simulated_and_real_swarms_give_the_same_verdicts(tmp_path: Path) -> Non
     in_sim, in_real = verdicts(simulated.folder), verdicts(real.folder)
     assert in_sim == in_real
     assert len(in_sim) == 2 * 2 * 4 + 2 * 4  # two honest workers do both assignments, two cheats are ejected after one
-    by_behaviour = {row.behaviour: (row.judged, row.rejected, row.ejected) for row in real.rows}
+    by_behaviour = {
+        row["behaviour"]: (row["submissions"], row["rejected"]["hits"], row["ejected_nodes"])
+        for row in real.figures["behaviours"]
+    }
     assert by_behaviour == {"honest": (16, 0, 0), "layers-skipped": (4, 4, 1), "proofs-garbage": (4, 4, 1)}
     logs = sorted(path.name for path in (real.folder / "nodes").glob("*.log"))
     assert len(logs) == 8 and all(path.stat().st_size == 0 for path in (real.folder / "nodes").glob("*.log"))
