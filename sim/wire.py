@@ -20,7 +20,7 @@ import refimpl.shardcast.messages as shardcast_messages
 from refimpl import messages
 from refimpl.world import derive_rng
 from refimpl.worlds.wire import Passage, run_wire
-from sim.fabric import build_network
+from sim.fabric import build_network, members_by_name
 from sim.flows import warm_up
 from sim.scenario import Scenario
 
@@ -34,7 +34,7 @@ class ScenarioRules:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario = scenario
         self.network = build_network(scenario)
-        self.numbers = {member.name: number for number, member in enumerate(scenario.members())}
+        self.numbers = {member.name: number for number, member in enumerate(members_by_name(scenario))}
         self._rngs: dict[str, np.random.Generator] = {name: derive_rng(seed, "network", name) for name in self.numbers}
 
     def refusal(self, source: str, target: str) -> str | None:

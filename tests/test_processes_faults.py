@@ -98,8 +98,8 @@ def test_a_slowed_device_and_a_skewed_clock_are_so_for_as_long_as_the_fault_last
 
 def test_a_node_that_is_cut_off_reaches_nobody_until_it_is_mended(journals: Any) -> None:
     before, during, after = (ticks(journals["cut"], *span) for span in ((0, 1.0), (1.4, 2.0), (2.4, 3.0)))
+    assert before and after and not during  # its call stalls, as over a connection, and goes on when the line does
     assert {record["outcome"] for record in before + after} == {"reached"}
-    assert during and all(record["outcome"].startswith("uplink of cut is down") for record in during)
 
 
 def test_the_driver_notes_what_it_did_as_a_simulated_run_does(journals: Any) -> None:

@@ -188,14 +188,14 @@ def test_a_relayed_call_pays_both_hops_and_takes_the_relays_line() -> None:
     takes(town.run(main()), 2 * (0.08 + 0.12 + 0.12 + 0.08))
 
 
-def test_a_call_over_a_dead_line_is_refused_as_in_the_simulator_and_an_answer_waits_until_it_is_mended() -> None:
+def test_what_goes_over_a_dead_line_waits_until_it_is_mended() -> None:
     town = Town()
 
     async def main() -> float:
         near, hub = town.worlds["near"], town.worlds["hub"]
         town.wire.order({"fault": 0, "begins": True})
-        with pytest.raises(Unreachable, match="uplink of near is down"):
-            await near.call("hub", Postcard(b""), 10.0)
+        with pytest.raises(Timeout):
+            await near.call("hub", Postcard(b""), 0.3)
         begun_s = time.monotonic()
         asking = asyncio.ensure_future(hub.call("near", Postcard(b"x"), 10.0))  # its way in is open
         await asyncio.sleep(0.6)

@@ -23,6 +23,8 @@ from math import inf
 PIECE_S = 0.02
 RUN_UP_S = 0.1
 PIECE_BYTES_MIN, PIECE_BYTES_MAX = 16, 64 << 10
+GIVE_UP_S = 127.0
+"""So long a connection is tried over a line that is down: six doubling waits from 1 s (Linux, tcp_syn_retries = 6)."""
 SLACK_S = 0.002
 """A flow sleeps only when it is this far ahead of the clock."""
 
@@ -73,7 +75,7 @@ class Links:
         self, links: Sequence[int], size_bytes: int, bound_bytes_per_s: float, broken: Callable[[], bool]
     ) -> float | None:
         """Take a message over `links`. Returns the instant (of the monotonic clock) at which its last byte has left
-        them, or None when `broken()` came true first."""
+        them, or None when `broken()` came true first, or the line was down when it began and for `GIVE_UP_S` after."""
         passed_s = time.monotonic()
         if not links and bound_bytes_per_s == inf:
             return passed_s
@@ -88,8 +90,11 @@ class Links:
                 if broken():
                     return None
                 if flow.narrowest_bytes_per_s <= 0.0:
-                    await self._stall(broken)
-                    passed_s = flow.begun_s = time.monotonic()
+                    if left == size_bytes and time.monotonic() - passed_s > GIVE_UP_S:
+                        return None
+                    await self._stall()
+                    if flow.narrowest_bytes_per_s > 0.0:
+                        passed_s = flow.begun_s = time.monotonic()
                     continue
                 piece = min(left, flow.piece_bytes)
                 passed_s = self._reserve(flow, piece, passed_s)
@@ -113,15 +118,13 @@ class Links:
             done_s = max(done_s, link.free_s)
         return done_s
 
-    async def _stall(self, broken: Callable[[], bool]) -> None:
-        """Until rates change; looks now and then whether the connection still stands."""
-        changed = self._changed
-        while not changed.is_set() and not broken():
-            try:
-                async with asyncio.timeout(0.5):
-                    await changed.wait()
-            except TimeoutError:
-                continue
+    async def _stall(self) -> None:
+        """Until rates change, or it is time to look whether the connection still stands."""
+        try:
+            async with asyncio.timeout(0.5):
+                await self._changed.wait()
+        except TimeoutError:
+            return
 
     def _link(self, number: int) -> _Link:
         link = self._links.get(number)
