@@ -24,6 +24,7 @@ CUT: dict[str, dict[str, Any]] = {
     "churn": {"duration_s": 16_000.0, "count": 5},
     "continents": {"count": 2},
     "stress-10k": {"duration_s": 3600.0, "count": 100},
+    "two-worlds": {},
 }
 ELSEWHERE = {"adversarial"}
 SCRIPT = """
