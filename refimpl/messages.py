@@ -35,6 +35,7 @@ ITEMS_MAX = 1 << 16
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64", "uint32", "uint64", "float16", "float32", "float64")
 """What a tensor may be made of. bfloat16 travels as its uint16 bit patterns."""
+_DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(DTYPES)}
 
 
 class BadMessage(Exception):
@@ -158,11 +159,12 @@ def _read_bytes(reader: _Reader, what: str) -> bytes:
 
 
 def _write_array(value: np.ndarray, header: bytearray, body: list[Any]) -> None:
-    if value.dtype.name not in DTYPES:
+    code = _DTYPE_CODES.get(value.dtype)
+    if code is None:
         raise BadMessage(f"a tensor of {value.dtype.name} cannot be sent; one of {', '.join(DTYPES)} can")
     if value.ndim > TENSOR_DIMENSIONS_MAX:
         raise BadMessage(f"a tensor of {value.ndim} dimensions cannot be sent; {TENSOR_DIMENSIONS_MAX} at most")
-    header += bytes((DTYPES.index(value.dtype.name), value.ndim))
+    header += bytes((code, value.ndim))
     for length in value.shape:
         header += _U64.pack(length)
     # a zero-sized view cannot be cast to bytes; it has none

@@ -8,6 +8,7 @@ its verdict is then made by the real rule from the drawn scores, so thresholds a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,7 +115,7 @@ class CalibratedEngines:
         """Tokens of the answer that is sampled with `seed`."""
         median, sigma = self._lengths
         draw = np.random.Generator(np.random.PCG64(seed)).standard_normal()
-        return int(np.clip(round(median * np.exp(sigma * draw)), 1, self.answer_tokens_max))
+        return min(max(round(median * math.exp(sigma * draw)), 1), self.answer_tokens_max)
 
     def arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probabilities of `count` tokens; shared, since nobody reads them."""
@@ -177,5 +178,11 @@ class CalibratedChecker:
         """The measured submission that this one draws: by its behaviour and its sampling seed."""
         _, behaviour, seed, _ = submission.proofs[0].split(b"|", 3)
         measured = self.engines.table[behaviour.decode()]
-        draw = np.random.Generator(np.random.PCG64([int(seed), 1])).integers(len(measured))
-        return measured[int(draw)]
+        return measured[drawn(int(seed), len(measured))]
+
+
+@lru_cache(maxsize=1 << 12)
+def drawn(seed: int, count: int) -> int:
+    """Which of `count` measured submissions the answer sampled with `seed` stands for; asked before a check, and in
+    it."""
+    return int(np.random.Generator(np.random.PCG64([seed, 1])).integers(count))

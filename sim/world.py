@@ -7,8 +7,7 @@ it is charged for its exact encoded size, over the same links as everything else
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -429,12 +428,14 @@ class SimWorld:
 
 def carries_bulk(message: object) -> bool:
     """Whether a message has a blob among its fields: such transfers run side by side."""
-    return _type_carries_bulk(cast(Hashable, type(message)))
+    kind = type(message)
+    bulk = _bulk.get(kind)
+    if bulk is None:
+        bulk = _bulk[kind] = any("Blob" in str(hint) for hint in getattr(kind, "__annotations__", {}).values())
+    return bulk
 
 
-@lru_cache(maxsize=1024)
-def _type_carries_bulk(kind: Hashable) -> bool:
-    return any("Blob" in str(hint) for hint in getattr(kind, "__annotations__", {}).values())
+_bulk: dict[type, bool] = {}
 
 
 def label_of(coroutine: Coroutine[Any, Any, Any]) -> str:

@@ -9,6 +9,7 @@ Source: PRIME-RL at the INTELLECT-2 commit ("fixed data sampling"). Differs from
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -20,10 +21,11 @@ Rule = Literal["code", "paper"]
 class Choice:
     """Problems and sampling seed of one assignment; completion i of the assignment is sampled with seed + i."""
 
-    problem_ids: np.ndarray  # int64 [count]
+    problem_ids: np.ndarray  # int64 [count], read only
     sampling_seed: int
 
 
+@lru_cache(maxsize=1 << 14)
 def choose_problems(
     address: str, *, step: int, counter: int, dataset_length: int, count: int, rule: Rule = "code"
 ) -> Choice:
@@ -39,4 +41,5 @@ def choose_problems(
     factor, addend = (counter, step) if rule == "code" else (step, counter)
     generator = np.random.default_rng(int(address, 16) * factor + addend)
     problem_ids = generator.integers(0, dataset_length, count)
+    problem_ids.flags.writeable = False
     return Choice(problem_ids, int(generator.integers(2**32)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -126,7 +127,7 @@ class Validator:
         self.world, self.config, self.identity, self.checker = world, config, identity, checker
         self.prompt_of, self.problem_of, self.journal = prompt_of, problem_of, journal
         self.stopped = False
-        self._queue: list[tuple[str, Submission]] = []
+        self._queue: deque[tuple[str, Submission]] = deque()
         self._arrived = world.signal()
         self._verdicts: dict[str, Verdict] = {}
         self._judged: dict[str, Any] = {}  # submission id -> signal set when judged
@@ -141,8 +142,9 @@ class Validator:
         self._arrived.set()
 
     async def submit(self, source: str, submission: Submission) -> Message:
-        identifier = hashlib.sha256(submission_bytes(submission)).hexdigest()
-        if not verify(submission.public_key, submission_bytes(submission), submission.signature, domain="submission"):
+        content = submission_bytes(submission)
+        identifier = hashlib.sha256(content).hexdigest()
+        if not verify(submission.public_key, content, submission.signature, domain="submission"):
             # whoever sent this is not shown to be the one it names: nobody is to blame
             return Verdict(identifier, False, "bad_signature", CODES["bad_signature"], decided=False)
         duplicate = identifier in self._judged
@@ -183,8 +185,8 @@ class Validator:
             await self._arrived.wait()
             self._arrived = self.world.signal()
             while self._queue:
-                batch, self._queue = self._queue[: self.config.batch], self._queue[self.config.batch :]
-                await self._judge(batch)
+                count = min(self.config.batch, len(self._queue))
+                await self._judge([self._queue.popleft() for _ in range(count)])
 
     # -------------------------------------------------------------------------------------------------- the checks
     async def _judge(self, batch: list[tuple[str, Submission]]) -> None:
