@@ -71,7 +71,7 @@ def verify(public_key: str, content: bytes, signature: bytes, *, domain: str = "
     return True
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=256)
 def _key_of(public_key: str) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
 

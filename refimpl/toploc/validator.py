@@ -144,7 +144,9 @@ class Validator:
     async def submit(self, source: str, submission: Submission) -> Message:
         content = submission_bytes(submission)
         identifier = hashlib.sha256(content).hexdigest()
-        if not verify(submission.public_key, content, submission.signature, domain="submission"):
+        signed = verify(submission.public_key, content, submission.signature, domain="submission")
+        del content  # the wait for a verdict may be long, and many wait
+        if not signed:
             # whoever sent this is not shown to be the one it names: nobody is to blame
             return Verdict(identifier, False, "bad_signature", CODES["bad_signature"], decided=False)
         duplicate = identifier in self._judged
