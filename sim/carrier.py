@@ -95,7 +95,9 @@ class FlowCarrier:
         network = self.network
         path = network.path(source, target, reply=reply)
         chance = self._chance.of(path.channel, now_ns)
-        delay_s = network.sample_delay_s(path, chance, size_bytes)
+        delay_s = path.one_way_latency_s
+        if path.jitters or path.loss > 0:
+            delay_s = network.sample_delay_s(path, chance, size_bytes)
         if network.disturbs_messages:
             fate = network.fate(path, chance)
             if fate is not DELIVERED and not (fate.in_order and fate.extra_delay_s == (0.0,)):

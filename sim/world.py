@@ -103,11 +103,13 @@ class Call(Instant):
     def __init__(
         self, caller: SimWorld, callee: SimWorld, message: Message, timeout_s: float, watch: Watcher | None
     ) -> None:
-        super().__init__(kernel := caller.fabric.kernel)
+        kernel = caller.fabric.kernel
+        super().__init__(kernel)
         self.caller, self.callee, self.message = caller, callee, message
         self.kind = type(message).__name__
-        self.timeout_s, self.since_ns = timeout_s, kernel._now
-        self.until_ns = kernel._now + to_ns(timeout_s)
+        self.timeout_s = timeout_s
+        self.since_ns = now_ns = kernel._now
+        self.until_ns = now_ns + to_ns(timeout_s)
         self.watch = watch  # who is told of it, if anybody
         self.outcome: Message | BaseException | None = None  # what is on its way back
 
@@ -296,7 +298,7 @@ class SimWorld:
         handler = self.handlers.get(type(call.message))
         if handler is None:
             return self._send_back(call, Refused(f"node {self.name!r} serves no {call.kind}"))
-        coroutine = cast("Coroutine[Any, Any, Any]", handler(call.caller.name, call.message))
+        coroutine: Any = handler(call.caller.name, call.message)
         try:  # most handlers answer without waiting, and need no task
             awaited = coroutine.send(None)
         except StopIteration as stop:
