@@ -158,6 +158,9 @@ class BroadcastPart(Strict):
     interval_s: float = Field(0.0, ge=0, description="between the publication of one version and the next")
     policy: Literal["published", "moving-average", "expected-finish"] = "expected-finish"
     connections: int = Field(10, ge=1, le=256, description="transfers at once, per client and relay")
+    increment_share: float | None = Field(
+        None, gt=0, lt=1, description="size of an increment between versions, of a version's; left out: none are made"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

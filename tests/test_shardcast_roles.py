@@ -10,9 +10,12 @@ import pytest
 from refimpl.attacks.relays import SPOILS
 from refimpl.identity import Identity
 from refimpl.messages import Blob
+from refimpl.shardcast.disk import ShardMismatch
 from refimpl.shardcast.layout import Layout
+from refimpl.shardcast.manifest import Header
 from refimpl.shardcast.origin import virtual_shards
 from refimpl.shardcast.puller import POLICIES
+from refimpl.shardcast.shelf import MemoryStore, digest
 from refimpl.worlds.http import HttpFabric
 from tests.shardcast_tree import LAYOUT, Tree
 from tests.worlds import sim_fabric
@@ -143,3 +146,17 @@ def test_real_bytes_over_real_sockets_arrive_as_they_were() -> None:
         whole = b"".join(bytes(hoard.shelf.read(i, 0, 1 << 30).data or b"") for i in range(LAYOUT.shard_count))
         assert hashlib.sha256(whole).digest() == hashlib.sha256(content).digest()
     assert {note["relay"] for note in tree.of("wrong_shard")} <= {"relay1"}
+
+
+def test_two_transfers_of_one_shard_do_not_blame_the_honest_relay() -> None:
+    """The wrong bytes came first, the right ones before they were checked: the first source is named."""
+    layout = Layout(names=("x",), sizes_bytes=(10,), shard_bytes=10)
+    shelf = MemoryStore().begin(Header(run_id="r", version=1, layout=layout, origin="0" * 64))
+    good, bad = Blob(10, "", b"0123456789"), Blob(10, "", b"0123456780")
+    assert shelf.write(0, 0, bad, "liar") == 10 and shelf.write(0, 0, good, "honest") == 0
+    with pytest.raises(ShardMismatch) as caught:
+        shelf.check(0, digest(good))
+    assert caught.value.culprit == "liar"
+    assert shelf.write(0, 0, good, "honest") == 10
+    shelf.check(0, digest(good))
+    assert shelf.has(0)

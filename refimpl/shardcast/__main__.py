@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--port", type=int, default=0, help="0: any free one, printed")
         made.add_argument("--keep", type=int, default=5, help="versions to keep")
         made.add_argument("--compat", choices=["blake3", "sha256"], help="serve shardcast 0.3.2's layout, too")
-        made.add_argument("--client-mb-s", type=float, default=250.0, help="MB/s that one client may take")
+        made.add_argument("--client-mb-s", type=float, default=1250.0, help="MB/s that one client may take")
 
     def pulling(made: argparse.ArgumentParser) -> None:
         made.add_argument("sources", nargs="+", help="http://HOST:PORT of relays, or of the origin")

@@ -41,6 +41,7 @@ class DiskShelf:
     ) -> None:
         self.header, self._store, self._durable = header, store, durable
         self._assembly = assembly
+        self.resumed = assembly is not None and assembly.received_bytes() > 0
         self._manifest: Manifest | None = None
         self._lock = threading.Lock()
         self._locks = [threading.Lock() for _ in range(header.layout.shard_count)] if assembly else []

@@ -23,7 +23,7 @@ from refimpl.shardcast.shelf import CutShelf, Store, virtual_shards
 from refimpl.work import Hash
 from refimpl.world import Refused, World
 
-ENCODE_AS_HASH = 6.0
+ENCODE_AS_HASH = 3.0
 """What comparing a byte with its predecessor costs, in bytes hashed (both measured, experiments/bench)."""
 INCREMENT_SHARE_MAX = 0.5
 """An increment that saves less than half is not worth its name."""

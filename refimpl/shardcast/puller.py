@@ -184,6 +184,8 @@ class Puller:
             return
         if newest is not before:
             self._abandon(before)
+            if newest.shelf.resumed:
+                self.journal("resumed", version=newest.header.version)
             self.on_open(newest)
         if self._job is None or self._job.target is not newest:
             self._job = None
@@ -243,7 +245,8 @@ class Puller:
         for ticket, received in list(self._received.items()):
             if job.plan.knows(ticket):
                 job.plan.progress(ticket, received, now_s)
-        self._cut_off.update(job.plan.overdue(now_s, self.config.sources))
+        if self.config.piece_bytes is not None:  # else a transfer shows no progress before it ends
+            self._cut_off.update(job.plan.overdue(now_s, self.config.sources))
         while True:
             step = job.plan.next(self.world.now(), self.world.rng, self.config.sources)
             if step is None:
@@ -279,7 +282,7 @@ class Puller:
         except NotYet:
             plan.not_yet(fetch.ticket, self.world.now())
         except ShardMismatch as error:
-            culprit = error.culprit or (fetch.relay if self.config.piece_bytes is None else None)
+            culprit = error.culprit
             plan.corrupt(fetch.ticket, self.world.now(), culprit)
             self.journal("wrong_shard", relay=culprit or "", index=fetch.index, reason=str(error))
             if culprit in self.config.sources:
@@ -307,6 +310,7 @@ class Puller:
             plan.stopped(fetch.ticket)
         else:
             hoard.check(fetch.index)
+            self.journal("shard", version_id=hoard.header.id[:16], index=fetch.index, relay=fetch.relay)
             plan.arrived(fetch.ticket, self.world.now())
             self.on_change(hoard)
             self._see_whether_complete()

@@ -18,7 +18,7 @@ from refimpl.shardcast.limits import Serving, ServingLimits
 from refimpl.shardcast.messages import Announced, AskNews, AskShard, News, Piece
 from refimpl.shardcast.shelf import Store
 from refimpl.shardcast.versions import Holders, Leases, LeaseTerms
-from refimpl.world import CallError, Refused, World
+from refimpl.world import CallError, Refused, Signal, World
 
 NOTHING = Blob(0, "", b"")
 ENTRIES_MAX = 4096  # in one answer
@@ -59,6 +59,7 @@ class ShardServer:
         self.on_change: Callable[[], None] = lambda: None  # who else wants to know
         self._by_id: dict[str, Hoard] = {}
         self._news = world.signal()
+        self._awaited: dict[tuple[str, int], Signal] = {}  # shards that somebody was told to wait for
         self._serving = Serving(config.limits)
 
     def serve(self) -> None:
@@ -106,6 +107,10 @@ class ShardServer:
         """There are more entries, shards or a manifest than before: whoever waits for news is told."""
         news, self._news = self._news, self.world.signal()
         news.set()
+        for header_id, index in list(self._awaited):
+            hoard = self._by_id.get(header_id)
+            if hoard is None or index in hoard.here:
+                self._awaited.pop((header_id, index)).set()
         self.on_change()
 
     # --------------------------------------------------------------------------------------------------------- news
@@ -167,13 +172,11 @@ class ShardServer:
     # ------------------------------------------------------------------------------------------------------- shards
     async def find(self, source: str, header_id: str, index: int) -> Hoard | None:
         """The version, when its shard may be read; None: not yet. Raises Refused for what never was or is gone."""
-        until_s = self.world.now() + self.config.hold_s
-        while True:
+        hoard = self._find(source, header_id, index)
+        if index not in hoard.here and self.config.hold_s > 0:
+            await self._awaited.setdefault((header_id, index), self.world.signal()).wait(self.config.hold_s)
             hoard = self._find(source, header_id, index)
-            left_s = until_s - self.world.now()
-            if index in hoard.here or left_s <= 0:
-                return hoard if index in hoard.here else None
-            await self._news.wait(left_s)
+        return hoard if index in hoard.here else None
 
     def _find(self, source: str, header_id: str, index: int) -> Hoard:
         hoard = self._by_id.get(header_id)

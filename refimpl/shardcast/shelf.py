@@ -24,6 +24,8 @@ ReadShard = Callable[[int], Blob]
 class Shelf(Protocol):
     """The shards of one version at one node, complete or not."""
 
+    resumed: bool  # something of it was here from an earlier process
+
     def has(self, index: int) -> bool:
         """The shard is here, and was verified."""
         ...
@@ -136,9 +138,11 @@ class MemoryShelf:
 
     def __init__(self, header: Header, content: ReadShard | None = None) -> None:
         self._layout, self._content = header.layout, content
+        self.resumed = False
         self.blobs: dict[int, Blob] = {}
         self._partial: dict[int, bytearray] = {}
         self._verified: dict[int, bytes] = {}
+        self._sources: dict[int, set[str]] = {}
 
     def has(self, index: int) -> bool:
         return index in self._verified
@@ -149,9 +153,10 @@ class MemoryShelf:
         return len(self._partial.get(index, b""))
 
     def write(self, index: int, offset: int, piece: Blob, source: str) -> int:
-        if index in self._verified:
-            return 0
+        if index in self.blobs:
+            return 0  # the first of two transfers counts, so that the right one is blamed
         size, at = self._layout.shard_size(index), self.received(index)
+        self._sources.setdefault(index, set()).add(source)
         if offset > at or offset + piece.size_bytes > size:
             raise StoreError(f"{source} sent bytes {offset}..{offset + piece.size_bytes} of shard {index} of {size}")
         if offset == 0 and piece.size_bytes == size:
@@ -170,8 +175,9 @@ class MemoryShelf:
             return
         found = digest(self.blobs[index]) if index in self.blobs else b""
         if found != sha256:
+            sources = self._sources.get(index, set())
             self.reset(index)
-            raise ShardMismatch(index, sha256, found, None)
+            raise ShardMismatch(index, sha256, found, next(iter(sources)) if len(sources) == 1 else None)
         self._verified[index] = found
 
     def agrees(self, index: int, sha256: bytes) -> bool:
@@ -193,6 +199,7 @@ class MemoryShelf:
         self.blobs.pop(index, None)
         self._partial.pop(index, None)
         self._verified.pop(index, None)
+        self._sources.pop(index, None)
 
     def publish(self, manifest: Manifest) -> None:
         for index, sha256 in enumerate(manifest.shards_sha256):

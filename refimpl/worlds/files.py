@@ -28,8 +28,11 @@ from aiohttp import web
 from refimpl.world import Refused, Timeout, Unreachable
 from refimpl.worlds.http import NAME_LENGTH_MAX, SOURCE_HEADER, HttpWorld
 
-SEND_BYTES = 1 << 20  # handed to sendfile at a time
+SEND_BYTES = 1 << 20  # handed to sendfile at a time, at first
+SEND_BYTES_MAX = 8 << 20  # and to a fast reader
 RECEIVE_BYTES = 1 << 20
+HAND_OVER_S = 0.25
+"""What has come is handed on at least so often, so that a slow transfer is seen to go on."""
 CONNECT_S = 10.0
 NOT_YET = 425
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{0,15})")
@@ -86,6 +89,10 @@ def serve_files(world: HttpWorld, prefix: str, lookup: Lookup) -> None:
             return web.Response(status=error.status, text=str(error))
         except Refused as error:
             return web.Response(status=429, text=error.reason)
+        except ConnectionResetError:  # the reader has gone, or was cut off
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=499)
 
     world.application.router.add_get(prefix + "/{name:.+}", answer)
 
@@ -116,13 +123,17 @@ async def _send(request: web.Request, offer: Offer, first: int, size: int, range
             return response
         transport, loop = request.transport, asyncio.get_running_loop()
         started_s, sent = time.monotonic(), 0
+        block = SEND_BYTES
         for file, part in files:
-            for at in range(part.offset, part.offset + part.size, SEND_BYTES):
-                count = min(SEND_BYTES, part.offset + part.size - at)
+            at, end = part.offset, part.offset + part.size
+            while at < end:
+                count, block_s = min(block, end - at), time.monotonic()
                 if transport is None or transport.is_closing():
                     raise ConnectionResetError("the reader has gone")
                 await _send_block(loop, transport, file, at, count, offer, started_s, sent)
-                sent += count
+                at, sent = at + count, sent + count
+                if time.monotonic() - block_s < 1.0:
+                    block = min(2 * block, SEND_BYTES_MAX)
         await response.write_eof()
         return response
     finally:
@@ -220,7 +231,7 @@ class FileReceiver:
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if response.length is None or response.length > bytes_max or encoding != "identity":
                     raise WrongLength(f"{base_url}{path} has {response.length} bytes ({encoding}), at most {bytes_max}")
-                self._receive(response, base_url, response.length, take)
+                self._receive(response, response.length, take)
             return response.status
         except WrongLength:
             raise
@@ -230,17 +241,19 @@ class FileReceiver:
             self._drop(key)  # such servers close the connection anyway
 
     @staticmethod
-    def _receive(response: http.client.HTTPResponse, server: str, size: int, take: TakeView) -> bool:
+    def _receive(response: http.client.HTTPResponse, size: int, take: TakeView) -> bool:
         """Hand exactly `size` bytes to `take`. False: it wanted no more."""
         buffer = memoryview(bytearray(max(1, min(RECEIVE_BYTES, size))))
-        left = size
+        left, filled, handed_s = size, 0, time.monotonic()
         while left:
-            count = response.fp.readinto1(buffer[: min(left, len(buffer))])
+            count = response.fp.readinto1(buffer[filled : filled + left])
             if count <= 0:
-                raise ConnectionAbortedError(f"{server} ended {left} bytes early")
-            left -= count
-            if not take(buffer[:count]):
-                return False
+                raise ConnectionAbortedError(f"the connection ended {left} bytes early")
+            left, filled, now_s = left - count, filled + count, time.monotonic()
+            if left == 0 or filled == len(buffer) or now_s - handed_s > HAND_OVER_S:
+                if not take(buffer[:filled]):
+                    return False
+                filled, handed_s = 0, now_s
         return True
 
     def _exchange(self, key: tuple[int, str], path: str, offset: int, size: int, take: TakeView) -> int:
@@ -263,7 +276,7 @@ class FileReceiver:
             self._drop(key)
             raise Refused(text or f"{key[1]} answered with status {response.status}")
         _check_range(response, key[1], offset, size)
-        if not self._receive(response, key[1], size, take):
+        if not self._receive(response, size, take):
             self._drop(key)
             return 206
         response.length = 0
@@ -276,7 +289,6 @@ class FileReceiver:
             connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=CONNECT_S)
             connection.connect()
             connection.sock.settimeout(self._stall_s)
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
             with self._lock:
                 self._open[key] = connection
         return self._open[key]

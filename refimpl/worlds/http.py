@@ -9,6 +9,7 @@ paced pieces, after the line's latency.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -142,10 +143,11 @@ class HttpWorld(AsyncioNode):
         if not (self.paced or self.line.latency_ms):
             return web.Response(body=reply, content_type="application/octet-stream")
         response = web.StreamResponse(headers={"Content-Length": str(len(reply))})
-        await response.prepare(request)
-        async for piece in self._paced([reply]):
-            await response.write(piece)
-        await response.write_eof()
+        with contextlib.suppress(ConnectionResetError):  # a caller that has gone wants no answer
+            await response.prepare(request)
+            async for piece in self._paced([reply]):
+                await response.write(piece)
+            await response.write_eof()
         return response
 
     # ------------------------------------------------------------------------------------------------------- bytes

@@ -7,6 +7,7 @@ still caught. The run ends when every client has the last version, or the scenar
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -30,6 +31,9 @@ from sim.world import SimFabric, SimWorld
 
 RUN_ID = "run"
 UNLIMITED = ServingLimits(bytes_per_s=1e15, burst_bytes=1e15, transfers_per_client=10_000, transfers=1_000_000)
+
+verify_once = functools.lru_cache(maxsize=1 << 16)(verify)
+"""One signature, one check, however many nodes of a simulation ask: the answer depends on nothing else."""
 
 
 def layout_of(part: BroadcastPart) -> Layout:
@@ -94,12 +98,15 @@ class Broadcast:
             policy=self.part.policy,
             connections=self.part.connections,
         )
-        serving = ServingConfig(below=self.tree.below[member.name], limits=UNLIMITED, virtual=True)
+        serving = ServingConfig(below=self.tree.below[member.name], limits=UNLIMITED, hold_s=1.0, virtual=True)
+        store = MemoryStore(self.part.increment_share)
         if member.group.role == "origin":
-            return self._publish(Origin(world, RUN_ID, self.identity, verify, serving, MemoryStore(), journal), stop)
+            increments = 0 if self.part.increment_share is None else 1
+            origin = Origin(world, RUN_ID, self.identity, verify_once, serving, store, journal, increments=increments)
+            return self._publish(origin, stop)
         if member.group.role == "relay":
-            return _relay(Relay(world, pulling, serving, MemoryStore(), verify, journal), stop)
-        client = Client(world, pulling, MemoryStore(), verify, last_version=self.part.versions - 1, journal=journal)
+            return _relay(Relay(world, pulling, serving, store, verify_once, journal), stop)
+        client = Client(world, pulling, store, verify_once, last_version=self.part.versions - 1, journal=journal)
         self.clients[member.name] = client
         client.serve()
         return client.run()

@@ -262,6 +262,11 @@ def run_pull(options: argparse.Namespace) -> int:
         held = [manifest for manifest in found if not manifest.header.is_increment]
         if held:
             point_to(store.root, held[-1])
+        notes.say(
+            f"asking {', '.join(config.sources)}; version {client.puller.known.have} is here"
+            if held
+            else f"asking {', '.join(config.sources)}"
+        )
         world.spawn(client.run(), "client")
         try:
             return await _watch(client, stop, options, Bar(options.bar))
