@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +156,10 @@ def content_hash(path: str | Path) -> str:
     digest = hashlib.sha256(ModelConfig.from_pretrained(folder).fingerprint().encode())
     shards = _Shards(folder)
     for name in shards.names():
-        tensor = shards.tensor(name).contiguous()
-        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        shape, dtype = shards.shape_and_dtype(name)
+        digest.update(f"\n{name} {dtype} {shape}\n".encode())
+        for piece in shards.pieces(name):
+            digest.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     shards.close()
     return digest.hexdigest()
 
@@ -195,6 +196,21 @@ class _Shards:
             return self._shard(file).get_slice(name)
         except SafetensorError as error:
             raise WeightsError(f"{self._folder / file}: tensor {name}: {error}") from None
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        part = self._slice(name)
+        return tuple(part.get_shape()), part[:0].dtype if part.get_shape() else self.tensor(name).dtype
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """A tensor, some rows at a time; nothing stays mapped: pages of a mapped file count as this process's memory."""
+        shape = self._slice(name).get_shape()
+        if not shape:
+            yield self.tensor(name)
+            return
+        step = max(1, PIECE_BYTES // (4 * max(1, math.prod(shape[1:]))))
+        for start in range(0, shape[0], step):
+            yield self._slice(name)[start : start + step]
+            self.close()
 
     def read_into(self, target: torch.Tensor, names: tuple[str, ...]) -> None:
         """Fill `target` with these tensors, row under row."""

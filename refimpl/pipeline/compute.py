@@ -11,20 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from refimpl.model.attention import AttentionKernel
 from refimpl.model.cache import KVCache
-from refimpl.model.sampler import Sampling, sample
 from refimpl.model.transformer import Decoder
 from refimpl.model.weights import content_hash, load_decoder
 from refimpl.pipeline.blame import Commit
+from refimpl.pipeline.charge import work_of
 from refimpl.pipeline.formation import Parts
 from refimpl.pipeline.messages import Member, RingPlan
 from refimpl.pipeline.schedule import HeldRow, Pass
-from refimpl.work import Forward, ModelSize, Seconds, Several, Work
+from refimpl.work import ModelSize, Work
+
+if TYPE_CHECKING:
+    from refimpl.model.sampler import Sampling
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,9 +53,11 @@ class StageCompute:
         micro_batches: int,
         rows: int,
         capacity_tokens: int,
-        sampling: Sampling,
+        sampling: Sampling | None,
         dtype: str | None = None,
     ) -> None:
+        if decoder.last and sampling is None:
+            raise ValueError("the last stage draws, and was given no sampling")
         self.decoder, self.sampling = decoder, sampling
         self.size: ModelSize = decoder.config.size(decoder.layer_range)
         self.caches: list[KVCache] = [
@@ -72,13 +78,7 @@ class StageCompute:
 
     def work(self, made: Pass) -> Work:
         """What a pass costs."""
-        if not made.rows:
-            return Seconds(duration_s=0.0)
-        parts = [
-            Forward(model=self.size, batch=count, new_tokens=new, past_tokens=past)
-            for (past, new), count in _alike(made).items()
-        ]
-        return parts[0] if len(parts) == 1 else Several(tuple(parts))
+        return work_of(made, self.size)
 
     @torch.inference_mode()
     def run(self, made: Pass, drawing: Sequence[HeldRow], states: np.ndarray | None) -> Made:
@@ -127,6 +127,9 @@ class StageCompute:
         at = torch.tensor([int(last) for last, row in zip(lasts, made.rows, strict=True) if row.draws])
         if not len(at):
             return np.zeros(0, np.int32), np.zeros(0, np.float32)
+        from refimpl.model.sampler import sample  # compiled, 60 MB: only the last stage draws
+
+        assert self.sampling is not None
         logits = self.decoder.logits(flat_D if len(at) == len(flat_D) else flat_D[at.to(flat_D.device)])
         seeds = torch.tensor([row.seed for row in drawing], dtype=torch.int64)
         positions = torch.tensor([row.answered for row in drawing], dtype=torch.int64)
@@ -138,17 +141,6 @@ class StageCompute:
         if flat_D.dtype == torch.bfloat16:
             return flat_D.view(torch.int16).numpy().view(np.uint16)
         return flat_D.numpy()
-
-
-def _alike(made: Pass) -> dict[tuple[int, int], int]:
-    """Rows by (past, new): rows of one length are priced as one batch."""
-    counts: dict[tuple[int, int], int] = {}
-    for row in made.rows:
-        counts[(row.past, row.new)] = counts.get((row.past, row.new), 0) + 1
-    if len(counts) > 1 and len({new for _, new in counts}) == 1:  # a decode pass: one batch, of the mean length
-        (_, new), rows = next(iter(counts)), sum(counts.values())
-        return {(round(sum(past * count for (past, _), count in counts.items()) / rows), new): rows}
-    return counts
 
 
 def _tensor(states: np.ndarray) -> torch.Tensor:
@@ -205,9 +197,7 @@ def torch_parts(
             micro_batches=plan.micro_batches,
             rows=plan.rows,
             capacity_tokens=plan.capacity_tokens,
-            sampling=Sampling(
-                temperature=plan.sampling_temperature, top_k=plan.sampling_top_k, top_p=plan.sampling_top_p
-            ),
+            sampling=_sampling(plan, config.vocabulary) if member.end == plan.layers else None,
             dtype=wire,
         )
 
@@ -215,3 +205,14 @@ def torch_parts(
         return toploc_commit(plan.hidden, plan.dtype, chunk_tokens=plan.chunk_tokens, top_k=plan.top_k)
 
     return Parts(checkpoint=checkpoint or content_hash(path), load=load, commit=commit)
+
+
+def _sampling(plan: RingPlan, vocabulary: int) -> Sampling:
+    """How the last stage draws; tried out once, so that what is compiled on first use is compiled while the ring forms
+    and not while the first tokens are waited for."""
+    from refimpl.model.sampler import Sampling, sample
+
+    sampling = Sampling(temperature=plan.sampling_temperature, top_k=plan.sampling_top_k, top_p=plan.sampling_top_p)
+    one = torch.zeros(1, dtype=torch.int64)
+    sample(torch.zeros(1, vocabulary), one, one, sampling)
+    return sampling

@@ -96,9 +96,11 @@ class Stage:
         )
 
     def stop(self) -> None:
-        """Stop after the pass under way."""
+        """Stop after the pass under way; who waits for a pass that came early waits no more."""
         self._stopped = True
         self._awake.set()
+        for waiting in self._waiting.values():
+            waiting.set()
 
     async def run(self) -> None:
         """Compute what arrives, in order, until `stop()`."""
@@ -250,7 +252,7 @@ class Stage:
         if hop.number >= ring.taken:
             waiting = self._waiting.setdefault(hop.number, self.world.signal())
             await waiting.wait()
-            if self.formation is not ring:
+            if self.formation is not ring or hop.number >= ring.taken:
                 raise Refused(f"epoch {ring.plan.epoch} is over")
         if ring.halted:
             raise Refused(ring.halted)

@@ -1,0 +1,131 @@
+"""What does a stage take, in a process of its own?
+
+Question: is the peak memory of stage i, above that of a bare process with torch imported, at most 1.15 x its weights,
+caches and activations?
+Method: rings of real processes (`refimpl.pipeline.launch`), full caches: prompts that leave room for a few new tokens,
+read in chunks. Peak: `VmHWM` of each process after the answers. Activations: what is alive at the widest place of a
+layer in the largest pass, n (2 D + 4 I) numbers (the stream, its norm; gate, up, silu, their product). The head's
+process also keeps the schedule, and every process the HTTP server, its keys and torch's kernels as they are first used.
+Run: `python -m experiments.pipeline.memory [--model DIR]`. Results: `memory.md`, `memory.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from refimpl.model.config import ModelConfig
+from refimpl.model.weights import random_decoder, save_checkpoint
+from refimpl.pipeline.__main__ import arguments_of, node_file, prepared
+from refimpl.pipeline.launch import started
+
+PREFILL_TOKENS, CAPACITY_TOKENS, NEW = 128, 1024, 4
+PEAK = "print(next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')))"
+
+
+def bare_bytes() -> int:
+    """Peak of a process that has imported torch, and nothing else."""
+    said = subprocess.run([sys.executable, "-c", f"import torch; {PEAK}"], capture_output=True, text=True, check=True)
+    return int(said.stdout) * 1024
+
+
+def peak_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def measured(model: str, stages: int, *, rows: int, signed: bool) -> list[dict[str, Any]]:
+    """One ring; a row for each stage."""
+    bare = bare_bytes()
+    given = ["--model", model, "--stages", str(stages), "--rows", str(rows), "--new-tokens", str(NEW)]
+    options = arguments_of().parse_args([*given, "--capacity-tokens", str(CAPACITY_TOKENS), *["--signed"] * signed])
+    config = ModelConfig.from_pretrained(model)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, config.vocabulary, (rows, CAPACITY_TOKENS - NEW)).tolist()
+    entries, configs = prepared(options, node_file(options), prompts)
+    for node in configs:
+        node["ring"] |= {"stop_tokens": [], "overdue_s_min": 600.0, "prefill_tokens": PREFILL_TOKENS}
+        node["node"]["threads"] = 1
+    with started(entries, configs) as children:
+        children[0].read()
+        children[0].read()
+        peaks = [peak_bytes(child.process.pid) for child in children]
+    edges = [0, *configs[0]["ring"]["cuts"]]
+    found = []
+    for at, peak in enumerate(peaks):
+        size = config.size(range(edges[at], edges[at + 1]))
+        weights = size.weight_bytes
+        cache = rows * CAPACITY_TOKENS * size.kv_bytes_per_token
+        activations = rows * PREFILL_TOKENS * (2 * config.hidden + 4 * config.intermediate) * 2
+        ideal = weights + cache + activations
+        found.append(
+            {
+                "model": Path(model).name,
+                "signed": signed,
+                "stage": f"{at + 1} of {stages}",
+                "layers": f"{edges[at]}..{edges[at + 1] - 1}",
+                "weights_mb": weights / 1e6,
+                "cache_mb": cache / 1e6,
+                "activations_mb": activations / 1e6,
+                "peak_above_bare_mb": (peak - bare) / 1e6,
+                "over_mb": (peak - bare - ideal) / 1e6,
+                "ratio": (peak - bare) / ideal,
+            }
+        )
+    return found
+
+
+def medium_model(folder: Path) -> str:
+    """540 MB of random weights."""
+    config = ModelConfig(
+        family="qwen2",
+        layers=24,
+        hidden=1024,
+        intermediate=2816,
+        query_heads=16,
+        kv_heads=4,
+        head_dim=64,
+        vocabulary=512,
+        positions_max=2048,
+        tied_head=True,
+        name="random",
+    )
+    return str(save_checkpoint(random_decoder(config, seed=1, dtype=torch.bfloat16), folder / "random-24x1024"))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        medium = medium_model(Path(folder))
+        cases = [(options.model, 1, False), (options.model, 2, False), (options.model, 2, True), (medium, 2, False)]
+        for model, stages, signed in [*cases, (medium, 2, True)]:
+            for row in measured(model, stages, rows=8, signed=signed):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    file = Path(__file__).with_suffix(".json")
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+    keys = list(rows[0])
+    lines = [f"| {' | '.join(keys)} |", "|" + "---|" * len(keys)]
+    lines += [
+        f"| {' | '.join(f'{row[k]:.4g}' if isinstance(row[k], float) else str(row[k]) for k in keys)} |" for row in rows
+    ]
+    file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
