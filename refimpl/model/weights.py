@@ -202,7 +202,7 @@ class _Shards:
         return tuple(part.get_shape()), part[:0].dtype if part.get_shape() else self.tensor(name).dtype
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """A tensor, some rows at a time; nothing stays mapped: pages of a mapped file count as this process's memory."""
+        """A tensor, some rows at a time; nothing stays mapped: mapped pages count as the process's memory."""
         shape = self._slice(name).get_shape()
         if not shape:
             yield self.tensor(name)

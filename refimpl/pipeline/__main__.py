@@ -9,28 +9,15 @@ Prints the cut, each answer, and tokens/s. `--stages 1` is the model in one proc
 from __future__ import annotations
 
 import argparse
-import base64
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from refimpl.identity import Identity
 from refimpl.model.config import ModelConfig
-from refimpl.pipeline.compute import torch_parts
-from refimpl.pipeline.head import Head
 from refimpl.pipeline.launch import LaunchError, NodeEntry, NodeFile, cut, started
 from refimpl.pipeline.partition import NoCut
-from refimpl.pipeline.requests import RequestLog
-from refimpl.pipeline.ring import RingConfig
-from refimpl.pipeline.stage import Stage, StageConfig
-from refimpl.threads import set_threads
-from refimpl.world import Signal, World
-from refimpl.worlds.asyncio_node import Line
-from refimpl.worlds.process import run_process
+from refimpl.tokenizer import chat_ids, load_tokenizer
 
 
 def arguments_of() -> argparse.ArgumentParser:
@@ -57,8 +44,6 @@ def arguments_of() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 0: answered; 1: a node failed or nothing fits; 2: usage."""
-    if arguments[:1] == ["node"]:
-        return run_node(json.loads(base64.b64decode(arguments[1])))
     options = arguments_of().parse_args(arguments)
     try:
         answer(options)
@@ -80,8 +65,6 @@ def node_file(options: argparse.Namespace) -> NodeFile:
 
 def answer(options: argparse.Namespace) -> None:
     """Cut, start, ask, print, stop."""
-    from refimpl.tokenizer import chat_ids, load_tokenizer  # heavy, and no stage needs it
-
     plan = node_file(options)
     tokenizer = load_tokenizer(plan.model)
     prompts = options.prompt or ["What is pipeline parallelism?"]
@@ -145,67 +128,6 @@ def show(prompts: Sequence[str], result: dict[str, Any], tokenizer: Any) -> None
         print(f"\n> {prompt}\n{tokenizer.decode(tokens, skip_special_tokens=True)}")
     made, seconds = sum(map(len, result["answers"])), result["seconds"]
     print(f"\n{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens/s; formed {result['epoch']} time(s)")
-
-
-# ------------------------------------------------------------------------------------------------------- inside a node
-def run_node(config: dict[str, Any]) -> int:
-    """One node's process."""
-    node = config["node"]
-    if node["threads"]:
-        torch.set_num_threads(node["threads"])
-    else:
-        set_threads(config["here"])
-    line = Line(
-        latency_ms=node["latency_ms"], uplink_mbit_s=node["uplink_mbit_s"], downlink_mbit_s=node["downlink_mbit_s"]
-    )
-
-    async def part(world: World, stop: Signal) -> None:
-        identity = Identity.from_seed(config["run_seed"], world.name)
-        parts = torch_parts(config["model"], dtype=config["dtype"])
-        memory_bytes = int(node["memory_gb"] * 1e9)
-        stage = Stage(world, StageConfig(memory_bytes=memory_bytes), identity, parts)
-        if world.name == config["names"][0]:
-            await run_head(world, stage, config, stop)
-        else:
-            stage.serve()
-            world.spawn(stage.run(), "stage")
-            await stop.wait()
-            stage.stop()
-
-    return run_process(node["name"], part, run_seed=config["run_seed"], line=line, host=node["host"])
-
-
-async def run_head(world: World, stage: Stage, config: dict[str, Any], stop: Signal) -> None:
-    """The head: form the ring, answer the requests of the configuration, say them, and serve until told to stop."""
-    ring = {
-        **config["ring"],
-        "cuts": tuple(config["ring"]["cuts"]),
-        "stop_tokens": frozenset(config["ring"]["stop_tokens"]),
-    }
-    nodes = {name: Identity.from_seed(config["run_seed"], name).public_key for name in config["names"]}
-    head = Head(world, RingConfig(**ring), stage, nodes, RequestLog(config["record"]))
-    head.serve()
-    world.spawn(head.run(), "head")
-    while not head.ring.up:
-        await world.sleep(0.05)
-    print(json.dumps({"up": head.ring.epoch}), flush=True)
-    began_s = world.now()
-    asked = config["requests"]
-    kept = await head.complete(
-        [r["id"] for r in asked], [r["prompt"] for r in asked], [r["new"] for r in asked], [r["seed"] for r in asked]
-    )
-    seconds = world.now() - began_s
-    counters = await head.ring.counters()
-    result = {
-        "answers": [request.answer for request in kept],
-        "seconds": seconds,
-        "epoch": head.ring.epoch,
-        "tau_s": [c.busy_s / max(1, c.computed) if c is not None else None for c in counters],
-        "cycle_s": head.cycle_s(),
-    }
-    print(json.dumps(result), flush=True)
-    await stop.wait()
-    head.stop()
 
 
 if __name__ == "__main__":

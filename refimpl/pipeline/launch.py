@@ -129,7 +129,7 @@ def started(entries: Sequence[NodeEntry], configs: Sequence[dict[str, Any]]) -> 
     try:
         for entry, config in zip(entries, configs, strict=True):
             packed = base64.b64encode(json.dumps(config).encode()).decode()
-            command = [*entry.command, entry.python, "-m", "refimpl.pipeline", "node", packed]
+            command = [*entry.command, entry.python, "-m", "refimpl.pipeline.node", packed]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             children.append(Child(entry, process))
         for child in children:
