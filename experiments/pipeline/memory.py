@@ -5,8 +5,8 @@ caches and activations?
 Method: rings of real processes (`refimpl.pipeline.launch`), full caches: prompts that leave room for a few new tokens,
 read in chunks. Peak: `VmHWM` of each process after the answers. Activations: what is alive at the widest place of a
 layer in the largest pass, n (2 D + 4 I) numbers (the stream, its norm; gate, up, silu, their product). What is over is
-nearly the same for every model: the code of torch's kernels and of the HTTP server as it is first used (file pages, which
-processes of one machine share), attention's own buffers, and where hops are signed the compiled proofs.
+nearly the same for every model: the code of torch's kernels and of the HTTP server as it is first used (file pages,
+which the processes of a machine share), attention's own buffers, and where hops are signed the compiled proofs.
 Run: `python -m experiments.pipeline.memory [--model DIR]`. Results: `memory.md`, `memory.json`.
 """
 
