@@ -36,11 +36,11 @@ from sim.scenario import check_raw
 CLIENTS, RELAYS = 8, 2
 CASES: dict[str, dict[str, float]] = {
     # Mbit/s: what holds the clients up is their own line, then the relays' lines, then the origin's
-    "clients' lines": {"origin": 40, "relay": 80, "client": 8, "size_mb": 12},
-    "relays' lines": {"origin": 40, "relay": 24, "client": 16, "size_mb": 12},
-    "origin's line": {"origin": 12, "relay": 80, "client": 16, "size_mb": 12},
+    "clients' lines": {"origin": 20, "relay": 40, "client": 4, "size_mb": 6},
+    "relays' lines": {"origin": 20, "relay": 12, "client": 8, "size_mb": 6},
+    "origin's line": {"origin": 6, "relay": 40, "client": 8, "size_mb": 6},
 }
-SHARD_MB, LATENCY_MS, CONNECTIONS = 0.25, 10.0, 4
+SHARD_MB, LATENCY_MS, CONNECTIONS = 0.125, 10.0, 4
 OPEN = ServingLimits(bytes_per_s=1e12, burst_bytes=1e12, transfers_per_client=1000)
 
 
