@@ -65,6 +65,7 @@ class FlowCarrier:
         self.kernel, self.network = kernel, network
         self._chance = Chance(seed)
         self.engine = network.engine
+        self.unreachable = network.unreachable
         self.bytes_sent = 0
         self.messages_sent = 0
         self.messages_lost = 0
@@ -75,9 +76,6 @@ class FlowCarrier:
         self._settling = False
         self._channels: dict[Channel, deque[_Message]] = {}  # messages whose bytes, or whose elders', are on the links
         self._order = ChannelOrder()
-
-    def unreachable(self, source: int, target: int, *, reply: bool = False) -> str | None:
-        return self.network.unreachable(source, target, reply=reply)
 
     def send(
         self, source: int, target: int, size_bytes: int, arrived: Arrived, kind: str | None, *, reply: bool = False

@@ -65,7 +65,7 @@ class Kernel(simpy.Environment):
         """Schedule on behalf of `node`, `delay` nanoseconds from now."""
         if delay.__class__ is not int or delay < 0:
             raise TypeError(f"a delay is an integer of nanoseconds, 0 or more; {delay!r} was given")
-        self.call_at(node, self._now + delay, _fire, event, priority)
+        self.call_at(node, self._now + delay, fire, event, priority)
 
     def at(self, node: int, time_ns: int, callback: Callable[[Event], None], priority: int = NORMAL) -> Event:
         """Run `callback` at `time_ns` on behalf of `node`. Setting the event's `callbacks` to [] calls it off."""
@@ -95,7 +95,7 @@ class Kernel(simpy.Environment):
     def scheduled(self) -> Iterator[Event]:
         """The events that are still to come, in no order."""
         for entries in (self._queue, *self._far.values()):
-            yield from (entry[4] for entry in entries if entry[3] is _fire)
+            yield from (entry[4] for entry in entries if entry[3] is fire)
 
     def peek(self) -> float:
         """When the next event happens; infinity when there is none."""
@@ -134,7 +134,7 @@ class Kernel(simpy.Environment):
             function(argument)
 
 
-def _fire(event: Event) -> None:
+def fire(event: Event) -> None:
     """A scheduled SimPy event happens, unless it has happened before its time."""
     callbacks, event.callbacks = event.callbacks, cast(Any, None)
     if callbacks is None:

@@ -120,6 +120,7 @@ class Network:
         self._partitions: dict[str, Partition] = {}
         self._down: set[int] = set()  # links that carry nothing
         self._disturbed: set[int] = set()  # links with message faults
+        self.disturbs_messages = False  # whether there are any
         self._all_open = True
         self._lossy: set[int] = set()  # links with packet loss of their own
         self.capacity_changes: list[tuple[float, int, float, float]] = []  # when, link, bytes/s before and after
@@ -233,11 +234,6 @@ class Network:
             return None
         hops = self._hops(source, target, reply)
         return hops if isinstance(hops, str) else None
-
-    @property
-    def disturbs_messages(self) -> bool:
-        """Whether any line has message faults."""
-        return bool(self._disturbed)
 
     @property
     def closes_links(self) -> bool:
@@ -472,6 +468,7 @@ class Network:
         (self._lossy.add if condition.packet_loss > 0 else self._lossy.discard)(link)
         (self._down.discard if condition.working else self._down.add)(link)
         (self._disturbed.add if condition.disturbs_messages else self._disturbed.discard)(link)
+        self.disturbs_messages = bool(self._disturbed)
         whole = line.capacity_bytes_per_s * self.transport.payload_efficiency
         self._set_capacity(now_s, link, whole * condition.bandwidth_factor if condition.working else 0.0)
 

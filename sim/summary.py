@@ -180,7 +180,7 @@ def table(rows: list[BehaviourRow]) -> str:
     """The run's table for a terminal."""
     head = (
         f"{'behaviour':<18}{'nodes':>6}{'submissions':>12}{'caught':>8}  {'rejected [exact 95 %]':<26}"
-        f"{'slashed after':>14}{'earned':>9}{'forfeited':>10}"
+        f"{'slashed after':>14}{'earned':>12}{'forfeited':>11}"
     )
     lines = [head, "─" * len(head)]
     for row in rows:
@@ -188,7 +188,7 @@ def table(rows: list[BehaviourRow]) -> str:
         after = "never" if median is None else f"{median:.1f} s"
         lines.append(
             f"{row.behaviour:<18}{row.nodes:>6}{row.judged:>12}{row.rejected:>8}  {row.rejection!s:<26}"
-            f"{after:>14}{row.earned:>9.2f}{row.forfeited:>10.2f}"
+            f"{after:>14}{row.earned:>12.2f}{row.forfeited:>11.2f}"
         )
         if row.honest and row is [r for r in rows if r.honest][-1]:
             lines.append("")

@@ -16,7 +16,7 @@ from simpy.events import PENDING, Event
 from refimpl.messages import BadMessage, Message, size_bytes
 from refimpl.work import Work
 from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
-from sim.kernel import NEVER_NS, SECOND_NS, Instant, Kernel, Task, happen, to_ns, wait
+from sim.kernel import NEVER_NS, SECOND_NS, Instant, Kernel, Task, fire, happen, to_ns, wait
 
 T = TypeVar("T")
 
@@ -206,7 +206,7 @@ class SimSignal:
             return True
         # the event is its own timer; whoever sets the signal makes it happen sooner
         event._ok, event._value = True, None
-        kernel.schedule_for(self._world.index, event, delay=to_ns(timeout_s))
+        kernel.call_at(self._world.index, kernel._now + to_ns(timeout_s), fire, event)
         await wait(event)
         if not self._set:
             self._waiting.remove(event)
@@ -255,7 +255,7 @@ class SimWorld:
         kernel = self.fabric.kernel
         event = Instant(kernel)
         event._ok, event._value = True, None
-        kernel.schedule_for(self.index, event, delay=duration_ns)
+        kernel.call_at(self.index, kernel._now + duration_ns, fire, event)
         await wait(event)
 
     async def call(self, target: str, message: Message, timeout_s: float) -> Any:
