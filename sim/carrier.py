@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from sim.chance import Chance
 from sim.kernel import LATE, NEVER_NS, SECOND_NS, Kernel, to_ns
-from sim.network import DELIVERED, Network, Path
+from sim.network import Network, Path
 from sim.reach import ChannelOrder
 from sim.traffic import Traffic
 from sim.world import Arrived
@@ -96,14 +96,18 @@ class FlowCarrier:
         delay_s = path.one_way_latency_s
         if path.jitters or path.loss > 0:
             delay_s = network.sample_delay_s(path, chance, size_bytes)
+        channel = None if kind is None else (source, target, kind)
         if network.disturbs_messages:
             fate = network.fate(path, chance)
-            if fate is not DELIVERED and not (fate.in_order and fate.extra_delay_s == (0.0,)):
-                self._send_disturbed(
-                    path.links, source, target, size_bytes, [delay_s + extra for extra in fate.extra_delay_s], arrived
-                )
-                return
-        channel = None if kind is None else (source, target, kind)
+            if not fate.extra_delay_s:  # lost: its bytes are sent all the same, and nobody waits behind it
+                self.messages_lost += 1
+                arrived, channel = _nothing, None
+            else:
+                delay_s += fate.extra_delay_s[0]
+                if not fate.in_order:
+                    channel = None
+                for _ in fate.extra_delay_s[1:]:  # a handler runs at most once: further copies only take bytes
+                    self._transmit(path, source, target, size_bytes, delay_s, _nothing, None)
         first = network.transport.latency_first  # the links are taken only after the latency
         if size_bytes <= PACKET_BYTES and not first and channel not in self._channels:
             finish_s = self.engine.packet(
@@ -121,12 +125,27 @@ class FlowCarrier:
                 self.kernel.call_at(target, arrival_ns, arrived, None)
                 traffic.add(path.links, size_bytes)
                 return
+        self._transmit(path, source, target, size_bytes, delay_s, arrived, channel)
+
+    def _transmit(
+        self,
+        path: Path,
+        source: int,
+        target: int,
+        size_bytes: int,
+        delay_s: float,
+        arrived: Arrived,
+        channel: Channel | None,
+    ) -> None:
+        """Send as a flow, in its turn within its channel."""
+        first = self.network.transport.latency_first
         message = _Message(source, target, 0.0 if first else delay_s, arrived, channel)
         message.links = path.links
         if channel is not None:
             self._channels.setdefault(channel, deque()).append(message)
         if first:
-            self.kernel.call_at(source, now_ns + to_ns(delay_s), lambda _: self._begin(message, path, size_bytes), None)
+            start_ns = self.kernel._now + to_ns(delay_s)
+            self.kernel.call_at(source, start_ns, lambda _: self._begin(message, path, size_bytes), None)
         else:
             self._begin(message, path, size_bytes)
 
@@ -159,26 +178,6 @@ class FlowCarrier:
             message.arrived = _nothing
             self._break_off(flow, message, self.kernel._now)
             self._look_again()
-
-    def _send_disturbed(
-        self, links: tuple[int, ...], source: int, target: int, size_bytes: int, delays_s: list[float], arrived: Arrived
-    ) -> None:
-        """Message faults struck: no copy (its bytes are sent all the same), several, or one out of order."""
-        self.messages_lost += not delays_s
-        came = False
-
-        def first_copy(_: object) -> None:
-            nonlocal came
-            if delays_s and not came:  # a handler runs at most once, however many copies come
-                came = True
-                arrived(None)
-
-        for delay_s in delays_s or [0.0]:
-            flow = self.engine.start(self.kernel._now / SECOND_NS, links, size_bytes)
-            message = _Message(source, target, delay_s, first_copy, None)
-            message.links = links
-            self._enter(flow, message, size_bytes)
-        self._look_again()
 
     def reset(self, source: int, target: int, arrived: Arrived) -> None:
         """`target` learns, after the path's latency, that `source` is gone: a dead node sends nothing, but its host or

@@ -27,6 +27,8 @@ BUCKET_NS = 1 << 30
 """Width of a bucket of the far future: a second or so."""
 NODE_SHIFT = 44
 """An event's order key is (node << NODE_SHIFT) + sequence."""
+CALLED_OFF_MIN = 1024
+"""After so many called-off events, and each multiple, it is seen whether dropping them pays."""
 
 
 def to_ns(duration_s: float) -> int:
@@ -57,6 +59,7 @@ class Kernel(simpy.Environment):
         self._far: dict[int, list[Any]] = {}  # by time // BUCKET_NS
         self._buckets: list[int] = []  # a heap of the keys of `_far`
         self._sequence = 0
+        self._called_off = 0  # events still to come of which nothing will come
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: int = 0) -> None:  # type: ignore[override]
         self.schedule_for(self.node, event, priority, delay)
@@ -97,6 +100,21 @@ class Kernel(simpy.Environment):
         for entries in (self._queue, *self._far.values()):
             yield from (entry[4] for entry in entries if entry[3] is fire)
 
+    def call_off(self) -> None:
+        """A scheduled event has happened before its time, or nobody waits for it any longer. When most are such, they
+        are dropped: a timer of a day that was needed for a second is not kept for a day."""
+        self._called_off += 1
+        if self._called_off % CALLED_OFF_MIN or 2 * self._called_off < self.pending():
+            return
+        self._queue[:] = filter(_may_matter, self._queue)
+        heapify(self._queue)
+        self._far = {bucket: list(filter(_may_matter, entries)) for bucket, entries in self._far.items()}
+        self._called_off = 0
+
+    def pending(self) -> int:
+        """How many events are still to come."""
+        return len(self._queue) + sum(map(len, self._far.values()))
+
     def peek(self) -> float:
         """When the next event happens; infinity when there is none."""
         queue = self._queue if self._queue else self._next_bucket()
@@ -105,11 +123,11 @@ class Kernel(simpy.Environment):
     def _next_bucket(self) -> list[Any]:
         """The heap is used up: make the next bucket the heap. Returns it; empty when nothing is left at all."""
         queue = self._queue
-        if self._buckets:
+        while self._buckets and not queue:
             bucket = heappop(self._buckets)
             self._horizon_ns = (bucket + 1) * BUCKET_NS
             queue.extend(self._far.pop(bucket))
-            heapify(queue)
+        heapify(queue)
         return queue
 
     def step(self) -> None:
@@ -145,10 +163,16 @@ def fire(event: Event) -> None:
         raise cast(BaseException, event._value)
 
 
+def _may_matter(entry: Any) -> bool:
+    return entry[3] is not fire or bool(entry[4].callbacks)
+
+
 class Instant(Event):
     """A SimPy event in half of the memory: a run of ten thousand nodes holds tens of thousands, and makes millions."""
 
     __slots__ = ("_defused", "_ok", "_value", "callbacks", "env")
+
+    env: Kernel
 
     def __init__(self, env: Kernel) -> None:
         self.env, self.callbacks, self._value = env, [], PENDING
@@ -243,6 +267,8 @@ class Task:
         awaited, self.awaited = self.awaited, None
         if awaited is not None and awaited.callbacks is not None and self.resume in awaited.callbacks:
             awaited.callbacks.remove(self.resume)
+            if awaited.triggered:  # it is on its way
+                self._kernel.call_off()
         if self._coroutine is not None:
             self._coroutine.close()
             self._coroutine = None

@@ -178,7 +178,7 @@ class SimSignal:
     def __init__(self, world: SimWorld) -> None:
         self._world = world
         self._set = False
-        self._waiting: list[Event] = []
+        self._waiting: list[Instant] = []
 
     def set(self) -> None:
         self._set = True
@@ -188,9 +188,12 @@ class SimSignal:
             kernel.call_at(self._world.index, kernel._now, self._fire, event)
 
     @staticmethod
-    def _fire(event: Event) -> None:
-        if event.callbacks is not None:
-            happen(event, True, None)
+    def _fire(event: Instant) -> None:
+        if event.callbacks is None:
+            return
+        if event.triggered:  # its timer is still to come
+            event.env.call_off()
+        happen(event, True, None)
 
     def is_set(self) -> bool:
         return self._set

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from refimpl.messages import Message, Ok, wire
 from sim.carrier import FlowCarrier
 from sim.chance import Chance
-from sim.kernel import BUCKET_NS, LATE, Kernel
+from sim.kernel import BUCKET_NS, CALLED_OFF_MIN, LATE, Kernel
 from sim.network import Network
 from sim.world import SimFabric
+from tests.worlds import sim_fabric
 
 TIMES = st.one_of(st.integers(0, 5), st.integers(0, 5 * BUCKET_NS), st.sampled_from([BUCKET_NS - 1, BUCKET_NS]))
 
@@ -107,3 +109,46 @@ def test_a_node_more_changes_nothing_for_the_others() -> None:
     more = arrivals(("b", "hub", "c", "a"), late="b")
     assert len(few) == 20 and len(more) == 30
     assert {key: more[key] for key in few} == few
+
+
+def test_timers_that_were_called_off_do_not_pile_up() -> None:
+    """A wait of a day that ends after a second leaves nothing for a day; what is still to come comes in its order."""
+    fabric = sim_fabric(run_seed=1)
+    node = fabric.node("a")
+    woke: list[float] = []
+
+    async def wait(name: int) -> None:
+        signal = node.signal()
+        node.spawn(waits(signal, name), "waits")
+        await node.sleep(1.0 + name * 1e-6)
+        signal.set()
+
+    async def waits(signal: Any, name: int) -> None:
+        if not await signal.wait(86_400.0 if name % 10 else 100.0 + name):
+            woke.append(fabric.now_s())
+
+    async def late(name: int) -> None:
+        await node.signal().wait(5.0 + name)
+        woke.append(fabric.now_s())
+
+    async def main() -> None:
+        for name in range(0, 50, 7):
+            node.spawn(late(name), "late")
+        await node.gather(*(wait(name) for name in range(10_000)))
+
+    fabric.run(main(), node="a")
+    assert fabric.kernel.pending() < 3 * CALLED_OFF_MIN
+    fabric.kernel.halted = False
+    fabric.kernel.run_through(10**11)
+    assert woke == [5.0 + name for name in range(0, 50, 7)]
+
+
+def test_timers_of_a_dead_node_are_dropped_too() -> None:
+    fabric = sim_fabric(run_seed=1)
+    for life in range(5):
+        node = fabric.node("a")
+        for _ in range(1000):
+            node.spawn(node.sleep(86_400.0), "sleeps")
+        fabric.kernel.run_through((life + 1) * 10**9)
+        fabric.kill("a")
+    assert fabric.kernel.pending() <= 2 * CALLED_OFF_MIN

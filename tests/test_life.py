@@ -16,10 +16,11 @@ from sim.churn import ChurnEvent
 from sim.fabric import build
 from sim.faults import FaultPart
 from sim.life import Life
+from sim.link_faults import LinkFault
 from sim.network import Network
 from sim.record import EventLog
 from sim.scenario import Scenario
-from sim.transport import LV08
+from sim.transport import LV08, TCP, Transport
 from sim.world import SimFabric, SimWorld
 
 NS = 1_000_000_000
@@ -186,6 +187,35 @@ def test_lost_messages_are_time_outs_and_duplicated_ones_are_served_once() -> No
     outcomes = stage.run(60, (5, "a", 5), (35, "a", 5))
     assert [kind for kind, _ in outcomes] == ["Timeout", "ok"]
     assert stage.fabric.nodes["a"].busy_ns(60 * NS) == 1 * NS  # one second of work: it was served once
+
+
+@pytest.mark.parametrize("transport", [TCP, LV08], ids=["tcp", "lv08"])
+def test_message_faults_add_to_what_the_path_does(transport: Transport) -> None:
+    """A message that is doubled, under loss, keeps its path's bound, its latency and its place in the channel."""
+
+    def arrivals(**fault: float) -> list[tuple[str, float]]:
+        network = Network(regions={("e", "w"): 100.0, ("e", "e"): 1.0, ("w", "w"): 1.0}, transport=transport)
+        for region in ("e", "w"):
+            network.add_node(uplink_mbit_s=1000.0, downlink_mbit_s=1000.0, region=region)
+        fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, 1))
+        a = fabric.node("a")
+        fabric.node("b")
+        came: list[tuple[str, float]] = []
+        network.apply(0.0, "fault", LinkFault(node=1, direction="down", packet_loss=0.02, **fault))
+
+        async def main() -> None:
+            fabric.carrier.send(0, 1, 10_000_000, lambda _: came.append(("large", fabric.now_s())), "Message")
+            fabric.carrier.send(0, 1, 100, lambda _: came.append(("small", fabric.now_s())), "Message")
+            await a.sleep(500.0)
+
+        fabric.run(main(), node="a")
+        return came
+
+    plain, doubled = arrivals(), arrivals(message_duplicate=1.0)
+    assert [what for what, _ in plain] == [what for what, _ in doubled] == ["large", "small"]
+    assert doubled[0][1] > 0.99 * plain[0][1] > 0.1
+    overtaken = arrivals(message_reorder=1.0)
+    assert [what for what, _ in overtaken] == ["small", "large"] and overtaken[1][1] > plain[0][1]
 
 
 def test_a_skewed_clock_is_ahead_and_a_full_disk_is_full() -> None:

@@ -248,10 +248,10 @@ class Wire:
         if source == target:
             return True
         passage = self.rules.passage(source, target, kind, size_bytes, reply=reply)
-        for _ in passage.delays_s[1:]:  # further copies take the links too; who comes first is the message
+        for _ in passage.delays_s[1:]:  # further copies only take the links: a handler runs at most once
             self._beside(self.links.carry(passage.links, size_bytes, passage.bound_bytes_per_s, broken))
         channel, before, mine = (source, target, kind), None, None
-        if passage.in_order and len(passage.delays_s) == 1:
+        if passage.in_order:
             before = self._turns.get(channel)
             mine = self._turns[channel] = asyncio.get_running_loop().create_future()
         try:
@@ -262,7 +262,7 @@ class Wire:
                 raise Lost(f"node {target!r} is down")
             if passed_s is None or not passage.delays_s:
                 return False
-            await asyncio.sleep(max(0.0, passed_s + min(passage.delays_s) - time.monotonic()))
+            await asyncio.sleep(max(0.0, passed_s + passage.delays_s[0] - time.monotonic()))
             if before is not None and not before.done():
                 await before
             return True
