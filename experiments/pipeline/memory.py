@@ -97,6 +97,7 @@ def medium_model(folder: Path) -> str:
         vocabulary=512,
         positions_max=2048,
         tied_head=True,
+        qkv_bias=True,
         name="random",
     )
     return str(save_checkpoint(random_decoder(config, seed=1, dtype=torch.bfloat16), folder / "random-24x1024"))

@@ -149,6 +149,11 @@ class Head:
         """Measured cycle: the median time from one decode pass of a micro-batch to its next, coming round."""
         return statistics.median(self._cycles_s) if self._cycles_s else 0.0
 
+    def forget_cycles(self) -> None:
+        """Measure cycles from here on: the ring is another, or what it is asked."""
+        self._cycles_s.clear()
+        self._round_at.clear()
+
     def _overdue(self) -> bool:
         """Is the oldest pass later than passes of its kind (prefill or decode) are? Each ring that was mended in vain
         is given twice the time, so that a ring that is merely slow is not mended for ever."""
@@ -283,6 +288,12 @@ class Head:
         wanted = [e for e in drawn if e.row >= 0 and e.leaves[e.row].request in message.requests]
         return Evidence(own.said, tuple(digests.values()), tuple(wanted))
 
+    def remove(self, name: str) -> None:
+        """A verdict on a finished answer: this node is out, and its seat goes to another."""
+        self.ring.banned.add(name)
+        self.ring.unseat([name])
+        self._awake.set()
+
     # ----------------------------------------------------------------------------------------------------- complaints
     async def _complaint(self, source: str, message: FileComplaint) -> Message:
         """Settle it from its own bytes; whoever is convicted is out, and chunks that no link confirmed are redrawn."""
@@ -309,10 +320,8 @@ class Head:
             if name == self.world.name:
                 self._end(f"the head's own stage is convicted: {verdict.reason}")
                 return Ok()
-            self.ring.banned.add(name)
             self._keep_chunk = formation.plan.chunk_tokens
-            self.ring.unseat([name])
-            self._awake.set()
+            self.remove(name)
         return Ok()
 
 

@@ -28,7 +28,7 @@ class ReplaySettings:
     chunk_tokens: int = 32
     top_k: int = 128
     thresholds: Thresholds = PRESETS["paper"]
-    relative_error_max: float = 0.05  # of a tensor in a trial, by norm; honest noise is far below
+    relative_error_max: float = 0.1  # of a tensor in a trial, by norm; honest noise has reached 0.058 (LOG.md)
 
 
 class RingReplay:
