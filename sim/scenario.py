@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from refimpl.attacks.names import BEHAVIOURS
+from refimpl.attacks.names import BEHAVIOURS, RING_BEHAVIOURS
 from refimpl.work import ModelSize
 from sim.catalogue import CatalogueError, Strict, UnknownDevice, explain, read_toml
 from sim.churn import ChurnEvent, ChurnSpec
@@ -163,6 +163,25 @@ class BroadcastPart(Strict):
     )
 
 
+class RingPart(Strict):
+    """One ring; its nodes are the groups with `ring = NAME` (roles stage, spare, client), stages in file order."""
+
+    name: str = Field(min_length=1)
+    size: str = Field(description="a name in sim/model_sizes.py")
+    sequences: int = Field(8, ge=1, le=4096, description="asked at once, in each round")
+    prompt_tokens: int = Field(64, ge=1, le=32768)
+    answer_tokens: int = Field(64, ge=2, le=32768)
+    rows: int = Field(8, ge=1, le=1024, description="sequences of one micro-batch")
+    micro_batches: int = Field(0, ge=0, le=256, description="0: as many as the planner finds worth it")
+
+
+class PipelinePart(Strict):
+    """Models cut over rings of devices (roles stage, spare, client); see sim/kinds/pipeline.py."""
+
+    rounds: int = Field(1, ge=1, le=100, description="a client asks, checks, has the guilty removed, and asks again")
+    rings: tuple[RingPart, ...] = Field(min_length=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """One kind of run: who takes part, and which figures are shown of many runs."""
@@ -172,6 +191,7 @@ class Kind:
     more: tuple[str, ...] = ()
     holds_model: tuple[str, ...] = ()  # roles whose device must have room for the model
     cheats: tuple[str, ...] = ()  # roles that may behave otherwise than honestly
+    behaviours: tuple[str, ...] = BEHAVIOURS
     figures: tuple[str, ...]  # paths into summary.json that a sweep shows unless told otherwise
 
     @property
@@ -188,6 +208,14 @@ KINDS: dict[str, Kind] = {
         figures=("detection.rate", "false_positives.rate", "virtual_s"),
     ),
     "broadcast": Kind(once=("origin",), more=("relay",), busy="client", figures=("first_s", "median_s", "last_s")),
+    "pipeline": Kind(
+        once=(),
+        more=("stage", "spare"),
+        busy="client",
+        cheats=("stage",),
+        behaviours=RING_BEHAVIOURS,
+        figures=("share_of_bound_least", "guilty_blamed", "innocent_blamed"),
+    ),
 }
 """Kinds of runs; `sim/kinds/NAME.py` runs one. A scenario is of the kind whose part it has (`[broadcast]`), or of the
 first."""
@@ -199,6 +227,7 @@ class NodeGroup(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)
     count: int = Field(1, ge=1, le=1_000_000)
     role: str
+    ring: str | None = Field(None, description="stage, spare, client: the ring it belongs to")
     sources: tuple[str, ...] = Field((), description="relay, client: groups to fetch from; left out: origin, relays")
     behaviour: str = "honest"
     device: str
@@ -222,6 +251,7 @@ class Scenario(Strict):
     duration_s: float = Field(gt=0, description="virtual time at which the run ends at the latest")
     model: ModelPart | None = None
     broadcast: BroadcastPart | None = None
+    pipeline: PipelinePart | None = None
     task: TaskPart = TaskPart()
     verifier: VerifierPart = VerifierPart()
     ledger: LedgerPart = LedgerPart()
@@ -268,8 +298,28 @@ class Scenario(Strict):
             count = sum(group.count for group in self.nodes if group.role == role)
             if count != 1:
                 raise ValueError(f"{count} nodes have the role {role}; expected exactly 1")
+        self._check_rings()
         if not any(group.role == self.rules.busy for group in self.nodes):
             raise ValueError(f"no node has the role {self.rules.busy}: nothing would ever happen")
+
+    def _check_rings(self) -> None:
+        """Every ring has stages and one client, and every node of a pipeline a ring."""
+        rings = {ring.name: Counter[str]() for ring in (self.pipeline.rings if self.pipeline else ())}
+        for ring in self.pipeline.rings if self.pipeline else ():
+            if ring.size not in MODEL_SIZES:
+                raise ValueError(f"ring {ring.name} has size {ring.size!r}; known: {', '.join(MODEL_SIZES)}")
+        for group in self.nodes:
+            if (group.ring is not None) != bool(rings) or (rings and group.ring not in rings):
+                known = ", ".join(rings) or "none: there is no [pipeline]"
+                raise ValueError(f"{group.name} is of ring {group.ring!r}; pipeline.rings has {known}")
+            if group.ring is not None:
+                rings[group.ring][group.role] += group.count
+        for name, roles in rings.items():
+            if not roles["stage"] or roles["client"] != 1:
+                raise ValueError(
+                    f"ring {name} has {roles['stage']} stages and {roles['client']} clients; "
+                    "expected at least one stage, and one client"
+                )
 
     @staticmethod
     def _parts_expected() -> str:
@@ -408,11 +458,11 @@ class Scenario(Strict):
         if group.role not in self.rules.cheats and group.behaviour != "honest":
             who = " and ".join(f"{role}s" for role in self.rules.cheats) or "nobody in this kind of run"
             raise ValueError(f"{group.name} is a {group.role} that behaves {group.behaviour!r}; only {who} can cheat")
-        if group.behaviour not in BEHAVIOURS:
-            near = difflib.get_close_matches(group.behaviour, BEHAVIOURS, n=1, cutoff=0.4)
+        if group.behaviour not in (known := self.rules.behaviours):
+            near = difflib.get_close_matches(group.behaviour, known, n=1, cutoff=0.4)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"{group.name} behaves {group.behaviour!r}, which is not known.{hint} Known: {', '.join(BEHAVIOURS)}"
+                f"{group.name} behaves {group.behaviour!r}, which is not known.{hint} Known: {', '.join(known)}"
             )
 
     @property

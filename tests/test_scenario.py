@@ -223,4 +223,4 @@ def test_a_role_of_another_kind_of_run_is_refused_with_those_that_there_are(tmp_
     sentence = refusal(tmp_path, GOOD.replace('role = "worker"', 'role = "client"'))
     assert "'worker' has the role 'client'; a swarm has ledger, orchestrator, validator, worker" in sentence
     both = refusal(tmp_path, GOOD.replace("[model]", "[broadcast]\nsize_gb = 1.0\n[model]"))
-    assert "the scenario has [model], [broadcast]; expected [model] for a swarm, [broadcast] for a broadcast" in both
+    assert "the scenario has [model], [broadcast]; expected [model] for a swarm, [broadcast] for a broadcast, [pipeline] for a pipeline" in both

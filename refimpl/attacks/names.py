@@ -21,3 +21,16 @@ CHEATS = (
 )
 
 BEHAVIOURS = HONEST + CHEATS
+
+RING_BEHAVIOURS = (
+    "honest",
+    "layer-skipped",
+    "weights-4bit",
+    "stale-weights",
+    "old-reply",
+    "tampered-send",
+    "tampered-commitment",
+    "receipt-withheld",
+    "complaint-forged",
+)
+"""Of a stage in a simulated ring: those of `RING_CHEATS` in `ring.py` that a stand-in for a model can do by itself."""
