@@ -95,7 +95,7 @@ def test_checkers_can_fail():
         ('behaviour = "honest"\ndevice', 'behaviour = "kv-8bit"\ndevice', "not known"),
         ('ring = "far"\nrole = "client"', 'ring = "near"\nrole = "client"', "pipeline.rings has far"),
         ('role = "client"', 'role = "spare"', "expected at least one stage, and one client"),
-        ('device = "H100 SXM"', 'device = "RTX 4090"', "bytes short"),
+        ('device = "H100 SXM"', 'device = "RTX 4090"', "no cut fits: layers 0..19 fit"),
     ],
 )
 def test_a_bad_ring_is_refused_in_one_sentence(tmp_path, old, new, says):
