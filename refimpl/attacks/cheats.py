@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from refimpl.attacks.altered import Altered, Prompts
 from refimpl.attacks.quantize import mirrored, perturbed, quantized, round_to_bits, without_last_layers
@@ -60,39 +61,49 @@ def flipped_sign(shop: Workshop) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------- another submission
+Proofs = list[tuple[bytes, ...]]
+
+
+class Edited(Altered):
+    """An honest engine whose commitments are edited before they are submitted. `edit(answers, proofs)` is kept, so that
+    it can be done to commitments of any other kind as well."""
+
+    def __init__(self, shop: Workshop, edit: Callable[[Sequence[Any], Proofs], Proofs]) -> None:
+        self.edit = edit
+        super().__init__(shop.engine(shop.decoder()), after=lambda prompts, answers: self._edited(answers))
+
+    def _edited(self, answers: list[Any]) -> list[Any]:
+        edited = self.edit(answers, [answer.proofs for answer in answers])
+        return [_with_proofs(answer, proofs) for answer, proofs in zip(answers, edited, strict=True)]
+
+
 def too_few_proofs(shop: Workshop) -> Any:
     """Proves the first chunk and leaves the others out."""
-    return _after(shop, lambda answers: [_with_proofs(answer, answer.proofs[:1]) for answer in answers])
+    return Edited(shop, lambda answers, proofs: [own[:1] for own in proofs])
 
 
 def null_proofs(shop: Workshop) -> Any:
     """Proofs of zero bytes, as the published library writes them after an error."""
-    return _after(
-        shop, lambda answers: [_with_proofs(a, tuple(bytes(len(proof)) for proof in a.proofs)) for a in answers]
-    )
+    return Edited(shop, lambda answers, proofs: [tuple(bytes(len(proof)) for proof in own) for own in proofs])
 
 
 def garbage_proofs(shop: Workshop) -> Any:
     """Random bytes of the right length."""
 
-    def garbage(answer: Any) -> Any:
+    def garbage(answer: Any, own: tuple[bytes, ...]) -> tuple[bytes, ...]:
         rng = np.random.default_rng(int(answer.tokens[0]))
-        return _with_proofs(answer, tuple(rng.bytes(len(proof)) for proof in answer.proofs))
+        return tuple(rng.bytes(len(proof)) for proof in own)
 
-    return _after(shop, lambda answers: [garbage(answer) for answer in answers])
+    return Edited(shop, lambda answers, proofs: [garbage(*pair) for pair in zip(answers, proofs, strict=True)])
 
 
 def copied_proofs(shop: Workshop) -> Any:
     """Each answer carries the proofs of its neighbour in the batch."""
 
-    def rotate(answers: list[Any]) -> list[Any]:
-        donors = [*answers[1:], answers[0]]
-        return [
-            _with_proofs(answer, _fitted(donor.proofs, len(answer.proofs)))
-            for answer, donor in zip(answers, donors, strict=True)
-        ]
+    def rotate(answers: Sequence[Any], proofs: Proofs) -> Proofs:
+        return [_fitted(donor, len(own)) for own, donor in zip(proofs, [*proofs[1:], proofs[0]], strict=True)]
 
-    return _after(shop, rotate)
+    return Edited(shop, rotate)
 
 
 class _CheapTokens:
@@ -104,10 +115,7 @@ class _CheapTokens:
     def answer(self, prompts: Prompts, seeds: Sequence[int]) -> list[Any]:
         answers = self.cheap.answer(prompts, seeds)
         replays = self.right.replay(prompts, [answer.tokens for answer in answers])
-        return [
-            _with_proofs(answer, tuple(proof.encode() for proof in build_proofs(replay.states, mode=self.mode)))
-            for answer, replay in zip(answers, replays, strict=True)
-        ]
+        return [proven(answer, replay.states, self.mode) for answer, replay in zip(answers, replays, strict=True)]
 
     def work(self, prompts: Prompts, answers: Sequence[Any]) -> Work:
         tokens = [len(prompt) + len(answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -138,9 +146,10 @@ CHEATS: dict[str, Callable[[Workshop], Any]] = {
 }
 
 
-def _after(shop: Workshop, edit: Callable[[list[Any]], list[Any]]) -> Altered:
-    """An honest engine whose answers are edited before they are submitted."""
-    return Altered(shop.engine(shop.decoder()), after=lambda prompts, answers: edit(answers))
+def proven(answer: Any, states: torch.Tensor, mode: Mode) -> Any:
+    """`answer` with proofs of `states`, and with these states where it carries any."""
+    proofs = tuple(proof.encode() for proof in build_proofs(states, mode=mode))
+    return dataclasses.replace(answer, proofs=proofs, states=None if answer.states is None else states)
 
 
 def _with_proofs(answer: Any, proofs: tuple[bytes, ...]) -> Any:

@@ -72,3 +72,54 @@ def _shallow(decoder: Decoder) -> Decoder:
     twin._modules = dict(decoder._modules)
     twin._parameters = dict(decoder._parameters)
     return twin
+
+
+def pruned(decoder: Decoder, *, keep: int, of: int) -> Decoder:
+    """A copy in which of every `of` weights along the input only the `keep` largest stay (2 of 4: sparse hardware)."""
+    twin = copy.deepcopy(decoder)
+    with torch.no_grad():
+        for parameter in twin.layers.parameters():
+            if parameter.dim() == 2 and parameter.shape[1] % of == 0:
+                parts = parameter.unflatten(-1, (-1, of))
+                small = parts.abs().topk(of - keep, dim=-1, largest=False).indices
+                parameter.copy_(parts.scatter(-1, small, 0.0).flatten(-2))
+    return twin
+
+
+def low_rank_moved(decoder: Decoder, *, rank: int, relative: float, seed: int) -> Decoder:
+    """A copy with a low-rank part of `relative` of each matrix's length taken away: the base of an agreed adapter."""
+    twin = copy.deepcopy(decoder)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in twin.layers.parameters():
+            if parameter.dim() == 2:
+                rows, columns = parameter.shape
+                delta = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
+                whole = parameter.float()
+                parameter.copy_(whole - delta.to(whole) * (relative * whole.norm() / delta.norm()))
+    return twin
+
+
+def round_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to 8-bit floats (e4m3: 3 bits of mantissa), one scale per row of the last dimension."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+
+class _Rounded(torch.nn.Module):
+    """A layer whose input is rounded to 8-bit floats."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_BTD: torch.Tensor, step: object, index: int) -> torch.Tensor:
+        out: torch.Tensor = self.layer(round_to_fp8(hidden_BTD), step, index)
+        return out
+
+
+def with_fp8_activations(decoder: Decoder) -> Decoder:
+    """The same weights (not copied); what goes from layer to layer is rounded to 8-bit floats."""
+    twin = _shallow(decoder)
+    twin.layers = torch.nn.ModuleList(_Rounded(layer) for layer in decoder.layers)
+    return twin
