@@ -8,7 +8,7 @@ RUN := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help sim swarm model test test-fast lint bench clean
+.PHONY: help sim swarm model test test-fast lint bench arena regress regress-accept clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s@
@@ -44,6 +44,15 @@ lint: $(STAMP) ## ruff and mypy
 bench: $(STAMP) $(SMOLLM2)/config.json ## side-by-side speed against the peers that are installed
 	@for bench in generate sampler calls; do echo "== $$bench"; $(RUN) experiments/bench/$$bench.py || exit 1; done
 	@echo "toploc, flows, grpo_step and shardcast_delta compare with peers of their own environments: --help says how"
+
+arena: $(STAMP) $(SMOLLM2)/config.json ## every attack before every verifier: tables and pictures in experiments/arena
+	@$(RUN) -m refimpl.arena run tiny && $(RUN) -m refimpl.arena run smollm2
+
+regress: $(STAMP) $(SMOLLM2)/config.json ## fails if a verifier detects less than experiments/baselines/detection.json
+	@$(RUN) -m refimpl.arena regress
+
+regress-accept: $(STAMP) $(SMOLLM2)/config.json ## record a new baseline, on purpose
+	@$(RUN) -m refimpl.arena accept
 
 clean: ## runs, caches and the environment; models stay
 	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from refimpl.arena.verifier import Case, Opened, open_answer
 from refimpl.attacks.catalogue import ATTACKS
 from refimpl.attacks.honest import HONEST
 from refimpl.model.transformer import Decoder
@@ -135,8 +136,16 @@ class Bench:
             return self.shop.engine(self.shop.decoder(), batch=max(1, self.setting.batch // 2 + 1))
         if behaviour in HONEST:
             return HONEST[behaviour](self.shop)
-        engine = ATTACKS[behaviour].engine(self.shop)
-        return engine
+        return ATTACKS[behaviour].engine(self.shop)
+
+    def edit(self, behaviour: str) -> Any:
+        """What this behaviour does to commitments, of whatever kind, before they are sent; None: nothing."""
+        return getattr(self.engine(behaviour), "edit", None) if behaviour in ATTACKS else None
+
+    def made(self, behaviour: str, count: int, first: int = 0) -> bool:
+        """Whether all these sequences are in the folder."""
+        size = self.setting.batch
+        return all((self.folder / behaviour / f"{at}.pt").exists() for at in range(first, first + count, size))
 
     def batches(self, behaviour: str, count: int, first: int = 0) -> Iterator[Batch]:
         """Sequences `first` … `first + count − 1`, a batch at a time, from the folder where they are there."""
@@ -144,13 +153,10 @@ class Bench:
         for at in range(first, first + count, size):
             path = self.folder / behaviour / f"{at}.pt"
             wanted = min(size, first + count - at)
-            batch = _load(path)
+            batch: Batch | None = _load(path)
             if batch is None or len(batch.sent) < wanted:
                 batch = self.deal(behaviour, range(at, at + wanted))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_suffix(".partial")
-                torch.save(batch, partial)
-                partial.rename(path)
+                _save(path, batch)
             yield Batch(sent=batch.sent[:wanted], work=batch.work, cpu_s=batch.cpu_s)
 
     def deal(self, behaviour: str, indices: Sequence[int]) -> Batch:
@@ -167,9 +173,62 @@ class Bench:
         )
         return Batch(sent=sent, work=engine.work(prompts, answers), cpu_s=cpu_s)
 
+    # ------------------------------------------------------------------------------------------- the verifier's side
+    def cases(self, behaviour: str, count: int, first: int = 0) -> Iterator[tuple[Sent, Case]]:
+        """Each answer beside what the verifier sees of it. The verifier replays a batch at a time, as bf16 prefill."""
+        for batch in self.batches(behaviour, count, first):
+            opened = self._opened(behaviour, batch)
+            yield from ((sent, self.case(sent, one)) for sent, one in zip(batch.sent, opened, strict=True))
 
-def _load(path: Path) -> Batch | None:
-    if not path.exists():
-        return None
-    batch: Batch = torch.load(path, weights_only=False)  # our own file
-    return batch
+    def _opened(self, behaviour: str, batch: Batch) -> list[Opened]:
+        path = self.folder / behaviour / f"{batch.sent[0].index}.opened"
+        opened: list[Opened] | None = _load(path)
+        if opened is None or len(opened) < len(batch.sent):
+            prompts = [self.prompt(sent.index) for sent in batch.sent]
+            replays = self.verifier.replay(prompts, [sent.tokens for sent in batch.sent])
+            opened = [
+                open_answer(replay, self.seed(sent.index), self.shop.sampling)
+                for replay, sent in zip(replays, batch.sent, strict=True)
+            ]
+            _save(path, opened)
+        return opened[: len(batch.sent)]
+
+    @cached_property
+    def verifier(self) -> BoundEngine:
+        """The right model in bf16, all answers of a batch in one pass: other shapes than any prover's."""
+        return self.shop.engine(self.shop.decoder())
+
+    @cached_property
+    def recomputed(self) -> dict[int, np.ndarray]:
+        """The verifier's own answers, by sequence: for those that were made."""
+        folder = self.folder / RECOMPUTED
+        found: dict[int, np.ndarray] = {}
+        for path in sorted(folder.glob("*.pt")):
+            batch = _load(path)
+            assert isinstance(batch, Batch)
+            found |= {sent.index: sent.tokens for sent in batch.sent}
+        return found
+
+    def case(self, sent: Sent, opened: Opened) -> Case:
+        """What the verifier sees of one answer."""
+        return Case(
+            tokens=sent.tokens,
+            seed=self.seed(sent.index),
+            sampling=self.shop.sampling,
+            tokens_max=self.setting.tokens_max,
+            eos_ids=frozenset(self.shop.decoder().config.eos_ids),
+            opened=opened,
+            recomputed=self.recomputed.get(sent.index),
+            replay_again=lambda: self.verifier.replay([self.prompt(sent.index)], [sent.tokens])[0],
+        )
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=False) if path.exists() else None  # our own file
+
+
+def _save(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(path.suffix + ".partial")
+    torch.save(content, partial)
+    partial.rename(path)

@@ -1,0 +1,141 @@
+"""python -m refimpl.arena run | cost | noise | regress | accept: see --help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from refimpl.arena.bench import CALIBRATION, RECOMPUTED, ROOT, SETTINGS, Bench
+from refimpl.arena.cost import costs
+from refimpl.arena.cost import markdown as cost_table
+from refimpl.arena.judge import Limits, calibrate, judge
+from refimpl.arena.noise import atlas
+from refimpl.arena.noise import markdown as noise_table
+from refimpl.arena.plots import draw
+from refimpl.arena.regress import accept, regress
+from refimpl.arena.report import markdown, results
+from refimpl.attacks.catalogue import ATTACKS
+from refimpl.attacks.honest import HONEST
+from refimpl.threads import set_threads
+
+RESULTS = ROOT / "experiments" / "arena"
+MADE = ROOT / "runs" / "arena"
+CALIBRATED_ON = ("honest", "honest-fp32", "honest-eager", "honest-split")
+
+
+def read_limits(path: Path, setting: str) -> Limits:
+    """The setting's limits; those of the table when there are none."""
+    return dict(json.loads(path.read_text(encoding="utf-8")).get(setting, {})) if path.exists() else {}
+
+
+def write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Judge all behaviours of a setting, and write tables and pictures."""
+    bench = Bench(SETTINGS[options.setting], options.made)
+    setting, until = bench.setting, time.monotonic() + 60 * options.minutes
+    limits_path = options.into / "limits.json"
+    limits = read_limits(limits_path, setting.name)
+    if options.calibrate or not limits:
+        chosen = [
+            n
+            for n in CALIBRATED_ON
+            if time.monotonic() < until or bench.made(n, setting.calibration_sequences, CALIBRATION)
+        ]
+        limits = calibrate(bench, chosen, setting.calibration_sequences)
+        known = json.loads(limits_path.read_text(encoding="utf-8")) if limits_path.exists() else {}
+        write_json(limits_path, known | {setting.name: limits})
+        print(f"limits from {', '.join(chosen)}: " + ", ".join(f"{k} {v:.4g}" for k, v in limits.items()))
+    cells = {}
+    for behaviour in [RECOMPUTED, *HONEST, *ATTACKS]:
+        count = setting.sequences if behaviour in ATTACKS else setting.honest_sequences
+        if options.only and behaviour in ATTACKS and behaviour not in options.only:
+            continue
+        if time.monotonic() > until and not bench.made(behaviour, count):
+            print(f"{behaviour:<20} left out: no time left; the same command goes on here")
+            continue
+        if behaviour == RECOMPUTED:
+            list(bench.batches(behaviour, count))
+            continue
+        cells[behaviour] = judge(bench, behaviour, count, limits)
+        print(
+            f"{behaviour:<20} " + "  ".join(f"{p} {cells[behaviour].rate(p)}" for p in ("published", "default")),
+            flush=True,
+        )
+    found = results(bench, cells, limits)
+    write_json(options.into / f"{setting.name}.json", found)
+    command = f"python -m refimpl.arena run {setting.name}"
+    (options.into / f"{setting.name}.md").write_text(markdown(found, command), encoding="utf-8")
+    for path in draw(options.into, found, cells, limits):
+        print(path)
+    return 0
+
+
+def cost(options: argparse.Namespace) -> int:
+    """Measure what verifying costs, and write the table."""
+    bench = Bench(SETTINGS[options.setting], options.made)
+    torch.set_num_threads(1)
+    found = list(costs(bench, options.lengths, options.batches))
+    command = f"python -m refimpl.arena cost {options.setting}"
+    text = cost_table(found, command)
+    print(text)
+    (options.into / f"{options.setting}-cost.md").write_text(
+        f"# Cost of verifying: {options.setting}\n\n{text}", "utf-8"
+    )
+    return 0
+
+
+def noise(options: argparse.Namespace) -> int:
+    """Measure honest noise of every kind, and write the atlas."""
+    bench = Bench(SETTINGS[options.setting], options.made)
+    found = []
+    for line in atlas(bench, options.answers or bench.setting.honest_sequences):
+        print(f"{line.prover:<48} mismatches {line.mismatches}  margin {line.margin}", flush=True)
+        found.append(line)
+    text = noise_table(found, f"python -m refimpl.arena noise {options.setting}")
+    (options.into / f"{options.setting}-noise.md").write_text(f"# Honest noise: {options.setting}\n\n{text}", "utf-8")
+    write_json(options.into / f"{options.setting}-noise.json", [asdict(line) for line in found])
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m refimpl.arena", description="Attacks against verifiers.")
+    parser.add_argument("--made", type=Path, default=MADE, help="where sequences are kept")
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run", help="judge everything; goes on where it was ended")
+    one.add_argument("setting", choices=SETTINGS)
+    one.add_argument("--into", type=Path, default=RESULTS)
+    one.add_argument("--only", nargs="*", help="attacks (default: all)")
+    one.add_argument("--minutes", type=float, default=1e6, help="make no further cells after that long")
+    one.add_argument("--calibrate", action="store_true", help="set the limits anew")
+    one = commands.add_parser("cost", help="what verifying costs, against a prefill and against generating")
+    one.add_argument("setting", choices=SETTINGS)
+    one.add_argument("--into", type=Path, default=RESULTS)
+    one.add_argument("--lengths", type=int, nargs="*", default=[32, 64, 120])
+    one.add_argument("--batches", type=int, nargs="*", default=[1, 8])
+    one = commands.add_parser("noise", help="the noise atlas: honest scores over everything that makes them differ")
+    one.add_argument("setting", choices=SETTINGS)
+    one.add_argument("--into", type=Path, default=RESULTS)
+    one.add_argument("--answers", type=int, help="of each kind (the setting's number)")
+    for name, says in (("regress", "compare with the baseline"), ("accept", "record a new baseline, on purpose")):
+        commands.add_parser(name, help=says).add_argument("--into", type=Path, default=ROOT / "runs" / "regress")
+    options = parser.parse_args()
+    set_threads()
+    if options.command == "run":
+        return run(options)
+    if options.command in ("cost", "noise"):
+        return cost(options) if options.command == "cost" else noise(options)
+    return regress(options.into) if options.command == "regress" else accept(options.into)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Exact intervals of rates, limits from honest noise, and how many tokens a score needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+FALSE_POSITIVE_BUDGET = 1e-3  # for one verifier and one answer
+
+
+def interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Clopper–Pearson: the exact two-sided interval of a binomial rate; (0, 1) without trials."""
+    if not 0 <= hits <= trials:
+        raise ValueError(f"{hits} hits in {trials} trials; expected 0 to the number of trials")
+    if trials == 0:
+        return 0.0, 1.0
+    ci = stats.binomtest(hits, trials).proportion_ci(confidence, method="exact")
+    return float(ci.low), float(ci.high)
+
+
+def upper_bound(hits: int, trials: int, confidence: float = 0.95) -> float:
+    """The exact one-sided upper bound: 3/n for no hits in n trials, nearly."""
+    return 1.0 if hits == trials else float(stats.beta.ppf(confidence, hits + 1, trials - hits))
+
+
+def limit_for(scores: Sequence[float], budget: float = FALSE_POSITIVE_BUDGET) -> float:
+    """A limit that honest answers exceed with probability `budget`, if their scores are log-normal; never below the
+    largest that was seen.
+
+    exp(m + z_{1−budget} · s), with m and s of the logarithms. The tail is an assumption: the arena measures what comes
+    of it on other answers. Zero scores count as the smallest that is not.
+    """
+    x = np.asarray(scores, dtype=np.float64)
+    x = x[np.isfinite(x)]
+    if len(x) < 4 or not (x > 0).any():
+        raise ValueError(f"{len(x)} honest scores, {int((x > 0).sum())} of them above 0; expected at least 4, and some")
+    logs = np.log(np.maximum(x, x[x > 0].min()))
+    fitted = math.exp(float(logs.mean()) + float(stats.norm.ppf(1 - budget)) * float(logs.std(ddof=1)))
+    return max(fitted, float(x.max()))
+
+
+def roc(honest: Sequence[float], cheats: Sequence[float]) -> tuple[np.ndarray, np.ndarray, float]:
+    """(false-positive rates, detection rates, area) over all limits; scores that are no numbers are left out."""
+    h, c = (np.asarray([s for s in scores if not math.isnan(s)], dtype=np.float64) for scores in (honest, cheats))
+    if not len(h) or not len(c):
+        return np.array([0.0, 1.0]), np.array([0.0, 1.0]), math.nan
+    limits = np.unique(np.concatenate([h, c]))[::-1]
+    false = np.concatenate([[0.0], (h[None] >= limits[:, None]).mean(1)])
+    found = np.concatenate([[0.0], (c[None] >= limits[:, None]).mean(1)])
+    return false, found, float(np.trapezoid(found, false))
+
+
+def tokens_to_detect(
+    honest: Sequence[np.ndarray],
+    cheats: Sequence[np.ndarray],
+    *,
+    false_positive_rate: float = 0.01,
+    power: float = 0.99,
+    tokens_max: int = 100_000,
+) -> float:
+    """Tokens that tell cheats from honest answers at this power and false-positive rate, by the mean of a value per
+    token; inf beyond `tokens_max`.
+
+    The mean of m tokens is taken as normal, with the variance that pieces of eight neighbours have (they depend on each
+    other): an extrapolation where m is larger than an answer. m is doubled, then bisected.
+    """
+    pools = [[np.asarray(piece, dtype=np.float64) for piece in pieces if len(piece)] for pieces in (honest, cheats)]
+    if not all(pools):
+        return math.inf
+
+    def enough(tokens: int) -> bool:
+        (low, low_sd), (high, high_sd) = (_mean_of(pool, tokens) for pool in pools)
+        z_false, z_miss = stats.norm.ppf(1 - false_positive_rate), stats.norm.ppf(power)
+        return bool(low + z_false * low_sd < high - z_miss * high_sd)
+
+    least, most = 1, 1
+    while not enough(most):
+        least, most = most, 2 * most
+        if most > tokens_max:
+            return math.inf
+    while most - least > max(1, least // 20):
+        middle = (least + most) // 2
+        least, most = (least, middle) if enough(middle) else (middle, most)
+    return float(most)
+
+
+def _mean_of(pool: Sequence[np.ndarray], tokens: int) -> tuple[float, float]:
+    """Mean and standard deviation of the mean of `tokens` values, from pieces of up to eight neighbours."""
+    piece = min(8, tokens)
+    means = np.array([values[a : a + piece].mean() for values in pool for a in range(0, len(values), piece)])
+    pieces = max(1, tokens // piece)
+    return float(means.mean()), float(means.std(ddof=1) / math.sqrt(pieces)) if len(means) > 1 else math.inf

@@ -1,0 +1,126 @@
+"""The one interface of a verifier, whatever it looks at.
+
+While answers are written, `commit` turns each chunk of final hidden states into bytes (or there is nothing to commit).
+Afterwards `check` is given the bytes and a `Case`: what was claimed, and what the verifier's own model makes of it in
+one prefill. It answers with a `Finding`: a score where larger is worse, a verdict and a reason. The arena adds the
+cost. A new verifier is one function and one line in `verifiers.VERIFIERS`.
+
+A verdict is True (accepted), False (rejected) or None: nothing can be said. A check that raises is None as well.
+
+Shapes: n tokens of one answer, C tokens of a chunk, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from refimpl.engine import Replay
+from refimpl.model.sampler import Sampling
+from refimpl.toploc.proof import CHUNK_TOKENS
+from refimpl.toploc.sampling_proof import margins_and_exposures
+
+Needs = Literal["states", "logits", "generation"]
+"""What of the verifier's own model a check reads. Each includes what is before it."""
+
+LOGIT_ROWS = 64  # rows of the vocabulary-wide table made at a time
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Opened:
+    """What one prefill by the right model says of an answer: everything that the table's verifiers read."""
+
+    states: torch.Tensor  # bf16 [n, D]: the verifier's final hidden states
+    margins: np.ndarray  # float64 [n], logits: how far each token is from being the seed's (`toploc.sampling_proof`)
+    exposures: np.ndarray  # float64 [n] in [0, 1]: how easily an honest prover errs there
+    probabilities: np.ndarray  # float64 [n]: of each token under the right model, at the temperature that was due
+    end_probability: float  # that the right model ends at the last token, likewise; NaN without tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One answer as the verifier sees it."""
+
+    tokens: np.ndarray  # int32 [n], claimed
+    seed: int  # that was due
+    sampling: Sampling  # that was due
+    tokens_max: int
+    eos_ids: frozenset[int]
+    opened: Opened
+    recomputed: np.ndarray | None = None  # the verifier's own answer to the same prompt and seed, if it made one
+    replay_again: Callable[[], Replay] | None = None  # for checks that want the logits themselves
+
+
+def open_answer(replay: Replay, seed: int, sampling: Sampling, *, logits: bool = True) -> Opened:
+    """Everything that needs the right model, in one pass over its logits: they are large."""
+    columns: list[tuple[torch.Tensor, ...]] = []
+    ends = sorted(replay.model.config.eos_ids)
+    temperature = sampling.temperature or 1.0
+    for start in range(0, len(replay.tokens) if logits else 0, LOGIT_ROWS):
+        tokens_N = replay.tokens[start : start + LOGIT_ROWS]
+        logits_NV = replay.logits(start, start + len(tokens_N))
+        places_N = torch.arange(start, start + len(tokens_N), device=logits_NV.device)
+        margin_N, exposure_N = margins_and_exposures(
+            logits_NV, tokens_N, torch.full_like(tokens_N, seed), places_N, sampling, "distance"
+        )
+        log_norm_N = (logits_NV / temperature).logsumexp(-1)
+        chosen_N = (logits_NV.gather(1, tokens_N[:, None])[:, 0] / temperature - log_norm_N).exp()
+        end_N = (logits_NV[:, ends] / temperature - log_norm_N[:, None]).exp().sum(-1)
+        columns.append((margin_N, exposure_N, chosen_N, end_N))
+    parts = [torch.cat(column) for column in zip(*columns, strict=True)] if columns else [torch.zeros(0)] * 4
+    margins, exposures, chosen, end = (part.double().cpu().numpy() for part in parts)
+    return Opened(
+        states=replay.states,
+        margins=margins,
+        exposures=exposures,
+        probabilities=np.clip(chosen, 0.0, 1.0),
+        end_probability=float(end[-1]) if len(end) else math.nan,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a verifier says of one answer."""
+
+    score: float  # larger is worse
+    verdict: bool | None
+    reason: str
+    cost_s: float = 0.0  # CPU time beside the shared prefill
+
+
+Commit = Callable[[torch.Tensor], bytes]
+"""bf16 states of one chunk [C, D] -> what is sent of them."""
+
+Check = Callable[[Case, Sequence[bytes], float], Finding]
+"""(case, its commitments, the limit on the score) -> finding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verifier:
+    """A line of the table."""
+
+    says: str
+    check: Check
+    limit: float  # scores above are rejected, where a setting has no calibrated limit
+    commit: Commit | None = None
+    needs: Needs = "states"
+    calibrated: bool = False  # takes its limit from honest noise
+
+    def commitments(self, states_nD: torch.Tensor) -> tuple[bytes, ...]:
+        """What is sent with an answer: one commitment a chunk."""
+        return () if self.commit is None else tuple(self.commit(part) for part in states_nD.split(CHUNK_TOKENS))
+
+    def find(self, case: Case, sent: Sequence[bytes], limit: float | None = None) -> Finding:
+        """`check`, timed; never raises for what was sent."""
+        began = time.process_time()
+        try:
+            finding = self.check(case, sent, self.limit if limit is None else limit)
+        except Exception as error:  # a check that breaks is nobody's guilt
+            finding = Finding(score=math.nan, verdict=None, reason=f"no verdict: {type(error).__name__}: {error}")
+        return replace(finding, cost_s=time.process_time() - began)

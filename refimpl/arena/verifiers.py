@@ -1,0 +1,214 @@
+"""The table of verifiers: one function, and one line in `VERIFIERS`.
+
+Checks by proofs of activations, by the seed, by what the right model finds likely, and by doing everything again. Each
+returns a score where larger is worse; those marked `calibrated` reject above a limit that honest noise set
+(`stats.limit_for`), the others above the figure that was published for them.
+
+What each sends is in `commit`; the sampling proofs send nothing, since a seed is due and not claimed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from refimpl.arena.verifier import Case, Check, Finding, Verifier
+from refimpl.toploc.anytime import AnytimePlan, log_e_values
+from refimpl.toploc.check import PRESETS, Thresholds, verify_proofs
+from refimpl.toploc.likelihood import ShapeLimits, shape_of, shape_test, termination_test
+from refimpl.toploc.projection import ProjectionError, decode, encode, project, relative_distances
+from refimpl.toploc.proof import Mode, build_proofs
+from refimpl.toploc.sampling_proof import CLIP
+
+UNBOUNDED = Thresholds(exponent_mismatches=math.inf, mantissa_mean=math.inf, mantissa_median=math.inf)
+MALFORMED = 1e9  # the score of something that is no commitment at all
+PROJECTIONS = 8
+TOKENS_MIN = 16  # fewer give no verdict on the seed
+FALSE_POSITIVE_RATE = 0.001  # of the anytime test, for one prover over its whole life
+
+
+# ------------------------------------------------------------------------------------------- activations: TOPLOC
+def toploc_commit(states_CD: torch.Tensor) -> bytes:
+    """258 bytes a chunk."""
+    (proof,) = build_proofs(states_CD, chunk_tokens=max(1, len(states_CD)))
+    return proof.encode()
+
+
+def toploc(mode: Mode, thresholds: Thresholds) -> Check:
+    """TOPLOC v1 as published, or strict: the score is the worst chunk's error over its bound (limit 1)."""
+
+    def check(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+        found = verify_proofs(case.opened.states, sent, mode=mode, thresholds=thresholds)
+        bounds = (thresholds.exponent_mismatches, thresholds.mantissa_mean, thresholds.mantissa_median)
+        ratios = [
+            max(
+                c.exponent_mismatches / (bounds[0] * (c.values / 128 if mode == "strict" else 1.0)),
+                c.mantissa_mean / bounds[1],
+                c.mantissa_median / bounds[2],
+            )
+            for c in found.chunks
+        ]
+        score = max(ratios, default=0.0 if found.accepted else MALFORMED)
+        if not found.accepted and score <= limit:  # rejected by its form, not by its distance
+            score = MALFORMED
+        return Finding(score=score, verdict=None if found.undecided else found.accepted, reason=found.reason)
+
+    return check
+
+
+def toploc_sequence(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """The same proofs, one statistic for the whole answer: mean distance of all bound values, 128 for a mismatch."""
+    found = verify_proofs(case.opened.states, sent, thresholds=UNBOUNDED)
+    if not found.accepted:
+        return Finding(score=MALFORMED, verdict=None if found.undecided else False, reason=found.reason)
+    values = sum(chunk.values for chunk in found.chunks)
+    if not values:
+        return Finding(score=0.0, verdict=None, reason="nothing was proven")
+    total = sum(
+        128 * c.exponent_mismatches
+        + (c.mantissa_mean * (c.values - c.exponent_mismatches) if c.exponent_mismatches < c.values else 0.0)
+        for c in found.chunks
+    )
+    return judged(total / values, limit, "mean distance of bound activations, steps of bf16")
+
+
+# --------------------------------------------------------------------------------------- activations: projection
+def projection_commit(states_CD: torch.Tensor) -> bytes:
+    """8 + 16 bytes a token, by the chunk."""
+    return encode(project(states_CD, PROJECTIONS))
+
+
+def projection(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """Activation-DiFR: mean relative distance of eight random projections of each token's state."""
+    try:
+        committed = torch.cat([decode(raw) for raw in sent]) if sent else torch.zeros(0, PROJECTIONS)
+        distance_n = relative_distances(committed, project(case.opened.states, PROJECTIONS).cpu())
+    except ProjectionError as error:
+        return Finding(score=MALFORMED, verdict=False, reason=f"malformed: {error}")
+    return judged(float(distance_n.mean()) if len(distance_n) else 0.0, limit, "mean relative distance of projections")
+
+
+# ------------------------------------------------------------------------------------------------------ the seed
+def clipped_margins(case: Case) -> np.ndarray:
+    """float64 [n] in [0, 0.5] logits."""
+    return np.clip(case.opened.margins, 0.0, CLIP)
+
+
+def sampling_proof(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """Token-DiFR with our noise: mean clipped margin of the answer."""
+    if len(case.tokens) < TOKENS_MIN:
+        return Finding(score=0.0, verdict=None, reason=f"{len(case.tokens)} tokens; a verdict needs {TOKENS_MIN}")
+    return judged(float(clipped_margins(case).mean()), limit, "mean clipped margin, logits")
+
+
+def anytime(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """The betting test on clipped margins; the limit is the honest mean per exposure, and the rate is guaranteed."""
+    plan = AnytimePlan(null_mean=limit, value_max=CLIP, false_positive_rate=FALSE_POSITIVE_RATE)
+    if not len(case.tokens):
+        return Finding(score=0.0, verdict=None, reason="no tokens")
+    evidence = log_e_values(clipped_margins(case), plan, np.clip(case.opened.exposures, 0.0, 1.0))[0]
+    score = float(evidence.max())
+    reached = np.flatnonzero(evidence >= plan.threshold)
+    sentence = f"log e-value {score:.2f} of {plan.threshold:.2f}"
+    if len(reached):
+        return Finding(score=score, verdict=False, reason=f"{sentence}, reached at token {reached[0] + 1}")
+    return Finding(score=score, verdict=True, reason=sentence)
+
+
+def exact_match(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """Share of tokens that are not the seed's."""
+    if len(case.tokens) < TOKENS_MIN:
+        return Finding(score=0.0, verdict=None, reason=f"{len(case.tokens)} tokens; a verdict needs {TOKENS_MIN}")
+    return judged(float((case.opened.margins > 0).mean()), limit, "share of tokens that the seed does not give")
+
+
+def recompute(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """Proof of sampling: everything once more. The first token that differs must have been a near tie."""
+    if case.recomputed is None:
+        return Finding(score=0.0, verdict=None, reason="not drawn by lot")
+    shared = min(len(case.tokens), len(case.recomputed))
+    differs = np.flatnonzero(case.tokens[:shared] != case.recomputed[:shared])
+    if not len(differs):
+        same = len(case.tokens) == len(case.recomputed)
+        return Finding(score=0.0 if same else math.inf, verdict=same, reason="equal" if same else "another length")
+    first = int(differs[0])
+    return judged(
+        float(min(case.opened.margins[first], MALFORMED)), limit, f"margin at token {first}, the first that differs"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- likelihood
+def shape(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """The sampling-shape test of the INTELLECT-2 validator, with GRAIL's figures: 1 − median probability."""
+    verdict, reason = shape_test(case.opened.probabilities, ShapeLimits())
+    score = 1.0 - shape_of(case.opened.probabilities).median
+    return Finding(score=score, verdict=verdict, reason=reason)
+
+
+def termination(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """Ends at the length limit, or by an end token that was likely enough: 1 − its probability."""
+    verdict, reason = termination_test(
+        case.tokens.tolist(), case.eos_ids, case.opened.end_probability, case.tokens_max, 1.0 - limit
+    )
+    return Finding(
+        score=0.0 if len(case.tokens) == case.tokens_max else 1.0 - case.opened.end_probability,
+        verdict=verdict,
+        reason=reason,
+    )
+
+
+def judged(score: float, limit: float, what: str) -> Finding:
+    """Rejected above the limit; a score that is not a number is no verdict."""
+    if math.isnan(score):
+        return Finding(score=score, verdict=None, reason=f"{what} is not a number")
+    return Finding(score=score, verdict=score <= limit, reason=f"{what} {score:.4g}, at most {limit:.4g}")
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "toploc-paper": Verifier(
+        says="TOPLOC v1 as published, 38/10/8",
+        check=toploc("published", PRESETS["paper"]), limit=1.0, commit=toploc_commit,
+    ),
+    "toploc-deployed": Verifier(
+        says="TOPLOC v1 as published, 60/40/40",
+        check=toploc("published", PRESETS["deployed"]), limit=1.0, commit=toploc_commit,
+    ),
+    "toploc-strict": Verifier(
+        says="TOPLOC, strict rules, 38/10/8",
+        check=toploc("strict", PRESETS["paper"]), limit=1.0, commit=toploc_commit,
+    ),
+    "toploc-sequence": Verifier(
+        says="TOPLOC's proofs, one calibrated mean over the answer",
+        check=toploc_sequence, limit=3.0, commit=toploc_commit, calibrated=True,
+    ),
+    "projection": Verifier(
+        says="eight random projections a token (Activation-DiFR), calibrated mean",
+        check=projection, limit=0.05, commit=projection_commit, calibrated=True,
+    ),
+    "sampling-proof": Verifier(
+        says="TOPLOC v2: mean clipped margin (Token-DiFR), calibrated",
+        check=sampling_proof, limit=0.02, needs="logits", calibrated=True,
+    ),
+    "anytime": Verifier(
+        says="TOPLOC v2: betting test on margins, guaranteed false-positive rate",
+        check=anytime, limit=0.02, needs="logits", calibrated=True,
+    ),
+    "exact-match": Verifier(
+        says="share of tokens that the seed does not give, at most 10 %",
+        check=exact_match, limit=0.10, needs="logits",
+    ),
+    "shape": Verifier(says="shape of token probabilities", check=shape, limit=0.80, needs="logits"),
+    "termination": Verifier(says="how the answer ends", check=termination, limit=0.90, needs="logits"),
+    "recompute": Verifier(
+        says="everything once more (by lot: proof of sampling)", check=recompute, limit=0.5, needs="generation"
+    ),
+}  # fmt: skip
+
+POLICIES: dict[str, tuple[str, ...]] = {
+    "published": ("toploc-deployed",),
+    "default": ("toploc-sequence", "projection", "sampling-proof"),
+}
+"""Combinations: rejected if any member rejects. All members share one prefill."""
