@@ -127,14 +127,21 @@ def main() -> int:
     one.add_argument("--into", type=Path, default=RESULTS)
     one.add_argument("--answers", type=int, help="of each kind (the setting's number)")
     for name, says in (("regress", "compare with the baseline"), ("accept", "record a new baseline, on purpose")):
-        commands.add_parser(name, help=says).add_argument("--into", type=Path, default=ROOT / "runs" / "regress")
+        one = commands.add_parser(name, help=says)
+        one.add_argument("--into", type=Path, default=ROOT / "runs" / "regress")
+        if name == "accept":
+            one.add_argument("--kept", action="store_true", help="from the sequences that `run` has kept")
     options = parser.parse_args()
     set_threads()
     if options.command == "run":
         return run(options)
     if options.command in ("cost", "noise"):
         return cost(options) if options.command == "cost" else noise(options)
-    return regress(options.into) if options.command == "regress" else accept(options.into)
+    return (
+        regress(options.into)
+        if options.command == "regress"
+        else accept(options.into, options.made if options.kept else None)
+    )
 
 
 if __name__ == "__main__":

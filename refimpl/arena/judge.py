@@ -99,6 +99,10 @@ def judge(
     ]
     edit = bench.edit(behaviour)
     made: dict[Any, list[tuple[bytes, ...]]] = {}
+    if edit is not None:  # where the edit changes nothing, there is nothing to detect
+        plain = [VERIFIERS["toploc-strict"].commitments(answer.states) for answer in answers]
+        edited = edit(answers, plain)
+        cell.cheated = [c and a != b for c, a, b in zip(cell.cheated, plain, edited, strict=True)]
     for name, verifier in table.items():
         if verifier.commit not in made:  # several verifiers may read one commitment
             made[verifier.commit] = commitments(verifier, answers, edit)
@@ -117,8 +121,8 @@ def calibrate(bench: Bench, behaviours: Sequence[str], count: int) -> Limits:
     calibrated = {name: verifier for name, verifier in VERIFIERS.items() if verifier.calibrated}
     cells = [judge(bench, name, count, {}, calibrated, first=CALIBRATION) for name in behaviours]
     limits = {
-        name: limit_for([score for cell in cells for score in cell.scores[name]])
-        for name in calibrated
+        name: limit_for([score for cell in cells for score in cell.scores[name]], verifier.least)
+        for name, verifier in calibrated.items()
         if name != "anytime"
     }
     limits["anytime"] = max(

@@ -158,10 +158,12 @@ def _line(
     toploc, projected = VERIFIERS["toploc-strict"], VERIFIERS["projection"]
     chunks, sequences, distances = [], [], []
     for states_nD, own_nD in zip(proven, replayed, strict=True):
-        proofs = toploc.commitments(states_nD)
+        proofs = VERIFIERS["toploc-paper"].commitments(states_nD)
         chunks += verify_proofs(own_nD, proofs, mode="published", thresholds=UNBOUNDED).chunks
-        strict = verify_proofs(own_nD, proofs, thresholds=UNBOUNDED).chunks
-        sequences.append(np.mean([_mean_distance(c.exponent_mismatches, c.values, c.mantissa_mean) for c in strict]))
+        strict = verify_proofs(own_nD, toploc.commitments(states_nD), thresholds=UNBOUNDED).chunks
+        sequences.append(
+            float(np.mean([_mean_distance(c.exponent_mismatches, c.values, c.mantissa_mean) for c in strict]))
+        )
         distances.append(_distance(projected.commitments(states_nD), own_nD))
     margin = [float(clipped(m.float().clamp(min=0)).mean()) for m in drawn]
     return Noise(

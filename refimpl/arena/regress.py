@@ -12,7 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,11 @@ SUITE = (
 )
 
 
-def measure(part: Part, limits: Mapping[str, float]) -> Rates:
-    """All rates of one part, made now."""
-    setting = replace(
-        SETTINGS[part.setting], sequences=part.sequences, honest_sequences=part.sequences, batch=part.sequences
-    )
+def measure(part: Part, limits: Mapping[str, float], made: Path | None = None) -> Rates:
+    """All rates of one part. Its sequences are made now, or taken from `made`, where a run has kept them."""
     names = [*VERIFIERS, *POLICIES]
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(setting, Path(folder))
+    with tempfile.TemporaryDirectory() as fresh:
+        bench = Bench(SETTINGS[part.setting], made or Path(fresh))
         list(bench.batches(RECOMPUTED, part.sequences))
         cells = {name: judge(bench, name, part.sequences, limits) for name in part.behaviours}
     return {b: {n: [(rate := cell.rate(n)).hits, rate.trials] for n in names} for b, cell in cells.items()}
@@ -85,7 +82,7 @@ def worse(before: list[int], now: list[int], *, rises: bool) -> float:
     return float(stats.fisher_exact(table, alternative="greater" if rises else "less").pvalue)
 
 
-def _measured(into: Path) -> dict[str, Any]:
+def _measured(into: Path, made: Path | None = None) -> dict[str, Any]:
     """The suite's rates by setting; written down as JSON and Markdown."""
     limits = json.loads(LIMITS.read_text(encoding="utf-8"))
     began = time.monotonic()
@@ -94,7 +91,7 @@ def _measured(into: Path) -> dict[str, Any]:
         if not (SETTINGS[part.setting].model_path / "config.json").exists():
             print(f"{part.setting}: left out, {SETTINGS[part.setting].model_path} is not there (`make model`)")
             continue
-        found[part.setting] = measure(part, limits.get(part.setting, {}))
+        found[part.setting] = measure(part, limits.get(part.setting, {}), made)
         print(
             f"{part.setting}: {len(found[part.setting])} behaviours, {time.monotonic() - began:.0f} s since the start"
         )
@@ -132,10 +129,10 @@ def regress(into: Path, baseline: Path = BASELINE) -> int:
     return 1 if sentences else 0
 
 
-def accept(into: Path, baseline: Path = BASELINE) -> int:
-    """Measure, and make that the baseline. Settings that were left out keep theirs."""
+def accept(into: Path, made: Path | None = None, baseline: Path = BASELINE) -> int:
+    """Measure, and make that the baseline. Settings that were left out keep theirs. `made`: a run's sequences."""
     before = json.loads(baseline.read_text(encoding="utf-8")) if baseline.exists() else {}
-    now = _measured(into)
+    now = _measured(into, made)
     baseline.parent.mkdir(parents=True, exist_ok=True)
     baseline.write_text(json.dumps(before | now, indent=1) + "\n", encoding="utf-8")
     for setting, rates in now.items():

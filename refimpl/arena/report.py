@@ -74,8 +74,10 @@ def results(bench: Bench, cells: Mapping[str, Cell], limits: Mapping[str, float]
 def saved_share(bench: Bench, behaviour: str, count: int) -> float:
     """1 − the attack's cost over the honest one's, on the reference device."""
     attack = ATTACKS[behaviour]
-    prices = {"bytes_per_weight": attack.bytes_per_weight, "bytes_per_kv": attack.bytes_per_kv}
-    cheat = sum(seconds(batch.work, **prices) for batch in bench.batches(behaviour, count))
+    weight, kv = attack.bytes_per_weight, attack.bytes_per_kv
+    cheat = sum(
+        seconds(batch.work, bytes_per_weight=weight, bytes_per_kv=kv) for batch in bench.batches(behaviour, count)
+    )
     honest = sum(seconds(batch.work) for batch in bench.batches("honest", count))
     return 1.0 - cheat / honest
 

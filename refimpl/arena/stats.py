@@ -26,20 +26,21 @@ def upper_bound(hits: int, trials: int, confidence: float = 0.95) -> float:
     return 1.0 if hits == trials else float(stats.beta.ppf(confidence, hits + 1, trials - hits))
 
 
-def limit_for(scores: Sequence[float], budget: float = FALSE_POSITIVE_BUDGET) -> float:
+def limit_for(scores: Sequence[float], least: float, budget: float = FALSE_POSITIVE_BUDGET) -> float:
     """A limit that honest answers exceed with probability `budget`, if their scores are log-normal; never below the
-    largest that was seen.
+    largest that was seen, nor below `least`.
 
     exp(m + z_{1−budget} · s), with m and s of the logarithms. The tail is an assumption: the arena measures what comes
-    of it on other answers. Zero scores count as the smallest that is not.
+    of it on other answers. Scores below a hundredth of `least` count as that.
     """
     x = np.asarray(scores, dtype=np.float64)
-    x = x[np.isfinite(x)]
-    if len(x) < 4 or not (x > 0).any():
-        raise ValueError(f"{len(x)} honest scores, {int((x > 0).sum())} of them above 0; expected at least 4, and some")
-    logs = np.log(np.maximum(x, x[x > 0].min()))
+    if len(x) < 4 or not np.isfinite(x).all() or least <= 0:
+        raise ValueError(f"{len(x)} honest scores and a least of {least}; expected at least 4, finite, and above 0")
+    logs = np.log(np.maximum(x, least / 100))
     fitted = math.exp(float(logs.mean()) + float(stats.norm.ppf(1 - budget)) * float(logs.std(ddof=1)))
-    return max(fitted, float(x.max()))
+    if (x < least / 100).mean() > 0.25:  # a heap at nothing and a tail: no log-normal
+        fitted = 2 * float(x.max())
+    return max(fitted, float(x.max()), least)
 
 
 def roc(honest: Sequence[float], cheats: Sequence[float]) -> tuple[np.ndarray, np.ndarray, float]:

@@ -111,6 +111,7 @@ class Verifier:
     commit: Commit | None = None
     needs: Needs = "states"
     calibrated: bool = False  # takes its limit from honest noise
+    least: float = 1e-3  # below which no calibration puts the limit
 
     def commitments(self, states_nD: torch.Tensor) -> tuple[bytes, ...]:
         """What is sent with an answer: one commitment a chunk."""

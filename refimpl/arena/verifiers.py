@@ -20,7 +20,7 @@ from refimpl.toploc.anytime import AnytimePlan, log_e_values
 from refimpl.toploc.check import PRESETS, Thresholds, verify_proofs
 from refimpl.toploc.likelihood import ShapeLimits, shape_of, shape_test, termination_test
 from refimpl.toploc.projection import ProjectionError, decode, encode, project, relative_distances
-from refimpl.toploc.proof import Mode, build_proofs
+from refimpl.toploc.proof import TOP_K, Mode, build_proofs
 from refimpl.toploc.sampling_proof import CLIP
 
 UNBOUNDED = Thresholds(exponent_mismatches=math.inf, mantissa_mean=math.inf, mantissa_median=math.inf)
@@ -33,7 +33,17 @@ FALSE_POSITIVE_RATE = 0.001  # of the anytime test, for one prover over its whol
 # ------------------------------------------------------------------------------------------- activations: TOPLOC
 def toploc_commit(states_CD: torch.Tensor) -> bytes:
     """258 bytes a chunk."""
-    (proof,) = build_proofs(states_CD, chunk_tokens=max(1, len(states_CD)))
+    return _proof(states_CD, "strict")
+
+
+def toploc_commit_published(states_CD: torch.Tensor) -> bytes:
+    """The same as the package chooses its top K: among equal numbers it may choose others. A chunk of fewer than K
+    numbers is proven as strict does it; the package cannot."""
+    return _proof(states_CD, "published" if states_CD.numel() >= TOP_K else "strict")
+
+
+def _proof(states_CD: torch.Tensor, mode: Mode) -> bytes:
+    (proof,) = build_proofs(states_CD, chunk_tokens=max(1, len(states_CD)), mode=mode)
     return proof.encode()
 
 
@@ -136,7 +146,7 @@ def recompute(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
         return Finding(score=0.0 if same else math.inf, verdict=same, reason="equal" if same else "another length")
     first = int(differs[0])
     return judged(
-        float(min(case.opened.margins[first], MALFORMED)), limit, f"margin at token {first}, the first that differs"
+        min(float(case.opened.margins[first]), MALFORMED), limit, f"margin at token {first}, the first that differs"
     )
 
 
@@ -170,11 +180,11 @@ def judged(score: float, limit: float, what: str) -> Finding:
 VERIFIERS: dict[str, Verifier] = {
     "toploc-paper": Verifier(
         says="TOPLOC v1 as published, 38/10/8",
-        check=toploc("published", PRESETS["paper"]), limit=1.0, commit=toploc_commit,
+        check=toploc("published", PRESETS["paper"]), limit=1.0, commit=toploc_commit_published,
     ),
     "toploc-deployed": Verifier(
         says="TOPLOC v1 as published, 60/40/40",
-        check=toploc("published", PRESETS["deployed"]), limit=1.0, commit=toploc_commit,
+        check=toploc("published", PRESETS["deployed"]), limit=1.0, commit=toploc_commit_published,
     ),
     "toploc-strict": Verifier(
         says="TOPLOC, strict rules, 38/10/8",
@@ -190,7 +200,7 @@ VERIFIERS: dict[str, Verifier] = {
     ),
     "sampling-proof": Verifier(
         says="TOPLOC v2: mean clipped margin (Token-DiFR), calibrated",
-        check=sampling_proof, limit=0.02, needs="logits", calibrated=True,
+        check=sampling_proof, limit=0.02, needs="logits", calibrated=True, least=CLIP / 128,
     ),
     "anytime": Verifier(
         says="TOPLOC v2: betting test on margins, guaranteed false-positive rate",
