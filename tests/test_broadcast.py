@@ -18,7 +18,8 @@ from sim.checkers import EVERY, check
 from sim.kinds.broadcast_checks import BROADCAST, BroadcastView
 from sim.oversight import Oversight
 from sim.run import RunResult, run_scenario
-from sim.scenario import check_raw
+from sim.scenario import ScenarioError, check_raw
+from tests.paths import TINY_MODEL
 from tests.test_run_twice import cut
 
 
@@ -174,3 +175,57 @@ def test_an_origin_that_is_never_there_makes_no_good_run(tmp_path: Path) -> None
     result = run(raw, tmp_path)
     assert not result.ok and result.ended == "nothing ever happened: no version was out by 20.000 s"
     assert main(["why", str(result.folder)]) == 0
+
+
+def events(result: RunResult, client: str) -> list[dict[str, Any]]:
+    lines = (result.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["node"] == client]
+
+
+def with_a_full_disk(end_s: float | None) -> tuple[dict[str, Any], str]:
+    """A client whose disk is full from before the second version, at 5 s, on."""
+    raw = tiny(duration_s=60.0)
+    client = raw["nodes"][-1]["name"]
+    raw["faults"] = [{"kind": "disk_full", "nodes": [client], "start_s": 4.0}]
+    if end_s is not None:
+        raw["faults"][0]["end_s"] = end_s
+    return raw, client
+
+
+def test_a_client_whose_disk_is_full_keeps_its_version_and_says_why(tmp_path: Path) -> None:
+    raw, client = with_a_full_disk(None)
+    result = run(raw, tmp_path)
+    told = events(result, client)
+    assert [event["version"] for event in told if event["kind"] == "complete"] == [0]
+    assert f"the disk of {client} is full" in {event.get("reason") for event in told}
+    assert result.figures["unfinished"] == [{"client": client, "reason": "a fault is in force"}]
+    assert result.violations == (), result.violations  # the others have it, and nothing was left lying about
+    assert [version["complete"] for version in result.figures["versions"]] == [6, 5]
+
+
+def test_a_client_takes_the_version_when_its_disk_has_room_again(tmp_path: Path) -> None:
+    raw, client = with_a_full_disk(30.0)
+    result = run(raw, tmp_path)
+    assert result.ok, (result.ended, result.violations)
+    ends_s = {e["version"]: e["t_ns"] / 1e9 for e in events(result, client) if e["kind"] == "complete"}
+    assert ends_s[0] < 4.0 and 30.0 < ends_s[1] < 40.0  # asked again every 2 s
+    assert result.figures["unfinished"] == []
+
+
+def test_a_disk_that_fills_while_a_version_comes_holds_it_up(tmp_path: Path) -> None:
+    raw, client = with_a_full_disk(30.0)
+    raw["faults"][0]["start_s"] = 5.2
+    raw["nodes"][-1]["downlink_mbit_s"] = 100.0  # 40 MB take 3.2 s: under way when the disk fills
+    result = run(raw, tmp_path)
+    assert result.ok, (result.ended, result.violations)
+    ends_s = {e["version"]: e["t_ns"] / 1e9 for e in events(result, client) if e["kind"] == "complete"}
+    assert 30.0 < ends_s[1] < 60.0
+
+
+def test_a_full_disk_where_nobody_writes_is_refused(tmp_path: Path) -> None:
+    raw = cut("adversarial-tiny")
+    raw["faults"] = [{"kind": "disk_full", "nodes": ["validator"], "start_s": 1.0}]
+    with pytest.raises(ScenarioError, match="fault 0 fills a disk, but no role of a swarm writes to one"):
+        run_scenario(
+            check_raw(raw, "x"), name="x", seed=1, model_path=str(TINY_MODEL), runs=tmp_path, progress=False
+        )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from refimpl.messages import Blob
-from refimpl.shardcast.disk import ShardMismatch, StoreError
+from refimpl.shardcast.disk import DiskFull, ShardMismatch, StoreError
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import Header, Manifest
 
@@ -133,11 +133,29 @@ def virtual_shards(content: str, layout: Layout) -> ReadShard:
     return read
 
 
+NeedRoom = Callable[[], None]
+"""Called before anything is kept. Raises DiskFull where there is no room."""
+
+
+def endless() -> None:
+    """Room for everything."""
+
+
+def room_unless(full: Callable[[], bool], name: str) -> NeedRoom:
+    """The disk of node `name`, which holds everything except while `full()`."""
+
+    def need_room() -> None:
+        if full():
+            raise DiskFull(f"the disk of {name} is full")
+
+    return need_room
+
+
 class MemoryShelf:
     """Whole shards as blobs. A piece of real bytes may be a part of one; a virtual piece is a whole shard."""
 
-    def __init__(self, header: Header, content: ReadShard | None = None) -> None:
-        self._layout, self._content = header.layout, content
+    def __init__(self, header: Header, content: ReadShard | None = None, need_room: NeedRoom = endless) -> None:
+        self._layout, self._content, self._need_room = header.layout, content, need_room
         self.resumed = False
         self.blobs: dict[int, Blob] = {}
         self._partial: dict[int, bytearray] = {}
@@ -155,6 +173,7 @@ class MemoryShelf:
     def write(self, index: int, offset: int, piece: Blob, source: str) -> int:
         if index in self.blobs:
             return 0  # the first of two transfers counts, so that the right one is blamed
+        self._need_room()
         size, at = self._layout.shard_size(index), self.received(index)
         self._sources.setdefault(index, set()).add(source)
         if offset > at or offset + piece.size_bytes > size:
@@ -202,6 +221,7 @@ class MemoryShelf:
         self._sources.pop(index, None)
 
     def publish(self, manifest: Manifest) -> None:
+        self._need_room()  # for the manifest
         for index, sha256 in enumerate(manifest.shards_sha256):
             if self._verified.get(index) != sha256:
                 raise StoreError(f"shard {index} of version {manifest.version} is not there yet")
@@ -225,8 +245,9 @@ class MemoryShelf:
 class MemoryStore:
     """A store that lives as long as its node. Increments are virtual: their sizes are said beforehand."""
 
-    def __init__(self, increment_share: float | None = None) -> None:
+    def __init__(self, increment_share: float | None = None, need_room: NeedRoom = endless) -> None:
         self.increment_share = increment_share  # size of an increment, of its target's; None: there are none
+        self._need_room = need_room
         self._shelves: dict[str, MemoryShelf] = {}  # by header id
         self._version = -1
 
@@ -235,10 +256,13 @@ class MemoryStore:
         return self._version
 
     def begin(self, header: Header) -> MemoryShelf:
-        return self._shelves.setdefault(header.id, MemoryShelf(header))
+        if header.id not in self._shelves:
+            self._need_room()
+            self._shelves[header.id] = MemoryShelf(header, None, self._need_room)
+        return self._shelves[header.id]
 
     def adopt(self, header: Header, content: Any) -> MemoryShelf:
-        self._shelves[header.id] = MemoryShelf(header, content)
+        self._shelves[header.id] = MemoryShelf(header, content, self._need_room)
         return self._shelves[header.id]
 
     def shelf(self, manifest: Manifest) -> MemoryShelf:

@@ -14,9 +14,12 @@ from typing import Any, Protocol, cast
 
 from refimpl.world import Signal
 from sim.checkers import View
-from sim.scenario import Member, Scenario
+from sim.scenario import Member, Scenario, ScenarioError
 from sim.watch import Watch
 from sim.world import SimFabric, SimWorld
+
+WRITE_TO_DISK = ("broadcast",)
+"""Kinds with a role that writes to its node's disk: in the others a full one would change nothing."""
 
 
 class Tally(Protocol):
@@ -79,7 +82,13 @@ class Play(Protocol):
 
 
 def begin(scenario: Scenario, seed: int, model_path: str) -> Play:
-    """The play of this scenario. Raises ScenarioError when the model does not fit a device."""
+    """The play of this scenario. Raises ScenarioError when the model fits no device or a fault means nothing."""
+    for place, fault in enumerate(scenario.faults):
+        if fault.kind == "disk_full" and scenario.kind not in WRITE_TO_DISK:
+            raise ScenarioError(
+                f"fault {place} fills a disk, but no role of a {scenario.kind} writes to one; "
+                f"expected in a run of kind {', '.join(WRITE_TO_DISK)}"
+            )
     scenario.require_memory(model_path)
     module = import_module(f"sim.kinds.{scenario.kind}")  # by name: only some kinds need the model's library
     return cast(Play, module.begin(scenario, seed, model_path))

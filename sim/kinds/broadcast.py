@@ -20,7 +20,7 @@ from refimpl.shardcast.origin import Origin
 from refimpl.shardcast.puller import PullerConfig
 from refimpl.shardcast.relay import Relay
 from refimpl.shardcast.serving import ServingConfig
-from refimpl.shardcast.shelf import MemoryStore, virtual_shards
+from refimpl.shardcast.shelf import MemoryStore, room_unless, virtual_shards
 from refimpl.world import Signal
 from sim.fabric import journal_for
 from sim.kinds.broadcast_checks import BroadcastFacts, BroadcastView
@@ -99,7 +99,8 @@ class Broadcast:
             connections=self.part.connections,
         )
         serving = ServingConfig(below=self.tree.below[member.name], limits=UNLIMITED, hold_s=1.0, virtual=True)
-        store = MemoryStore(self.part.increment_share)
+        need_room = room_unless(lambda: world.disk_full, member.name)
+        store = MemoryStore(self.part.increment_share, need_room)
         if member.group.role == "origin":
             increments = 0 if self.part.increment_share is None else 1
             origin = Origin(world, RUN_ID, self.identity, verify_once, serving, store, journal, increments=increments)
