@@ -344,11 +344,6 @@ class FlowEngine:
         narrowest = min(solo.links, key=self._capacity.__getitem__, default=0)
         return narrowest if self._capacity[narrowest] <= solo.bound else 0
 
-    def solo_finish_s(self, flow: int) -> float:
-        """When a flow that disturbs nobody will end if nobody comes; infinity for one that shares a link."""
-        solo = self._solo.get(flow)
-        return INFINITY if solo is None else solo.start_s + solo.size_bytes / solo.rate
-
     def link_load(self, link: int) -> float:
         """Bytes/s that cross the link now."""
         if self._core_count[link] == 0:

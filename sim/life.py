@@ -28,11 +28,10 @@ class Life:
         *,
         prices: Mapping[str, Pricer],
         start: Start,
-        stopped: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`prices`: the pricer of each node by name. `stopped(name)` is called when a node goes down."""
+        """`prices`: the pricer of each node by name."""
         self.fabric, self.network, self.prices = fabric, network, prices
-        self.start, self.stopped = start, stopped
+        self.start = start
 
     def begin(
         self, names: Sequence[str], churn: Sequence[ChurnEvent], faults: Sequence[tuple[FaultPart, Sequence[str]]]
@@ -64,7 +63,6 @@ class Life:
     def take_down(self, name: str, why: str) -> None:
         self.fabric.kill(name)
         self.fabric.record("down", name, why=why)
-        self.stopped(name)
 
     def ail(self, name: str, standing: Standing) -> None:
         world = self.fabric.nodes[name]

@@ -21,7 +21,7 @@ from sim.children import SwarmFailed, stop_all
 from sim.driver import Driver
 from sim.explain import FINISHED
 from sim.journals import Journals
-from sim.kinds.swarm import Swarm, begin
+from sim.kinds.swarm import RESTS, Swarm, begin
 from sim.progress import Progress
 from sim.real_checks import check_events, checks_json, waits_of_calls, write_waits
 from sim.run import RunResult, conclude
@@ -32,8 +32,6 @@ __all__ = ["SwarmFailed", "run_processes"]
 POLL_S = 0.05
 STUCK_S = 120.0
 """Nobody getting on for so long, with nothing on the agenda and idle processors, is being stuck."""
-RESTS = 20.0
-"""A rest between assignments is exponential; one of so many means does not happen."""
 IDLE_SHARE = 0.05
 """Of one core: below it, nobody is at work."""
 GETTING_ON = frozenset({"registered", "assigned", "generated", "submitted", "judged", "compute", "ejected", "up"})

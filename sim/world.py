@@ -478,7 +478,7 @@ class SimFabric:
         self.failures.append(failure)
         self.kernel.halted = True
 
-    def node(self, name: str, price: Pricer = lambda work: 0.0, *, index: int | None = None) -> SimWorld:
+    def node(self, name: str, price: Pricer = lambda work: 0.0) -> SimWorld:
         """A new node, or a killed one back again with nothing of its past (same place in the network)."""
         old = self.nodes.get(name)
         if old is not None:

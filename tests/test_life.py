@@ -47,10 +47,12 @@ class Stage:
 
     def __init__(self, *nodes: str, churn: tuple[ChurnEvent, ...] = (), faults: tuple[FaultPart, ...] = ()) -> None:
         self.network = Network(borders=True)
-        self.fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, self.network, 1))
+        self.fabric = SimFabric(
+            run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, self.network, 1), recorder=self
+        )  # fmt: skip
         self.names = ("hub", *nodes)
         self.starts: list[tuple[float, str, bool]] = []
-        self.stops: list[tuple[float, str]] = []
+        self.stops: list[tuple[float, str]] = []  # by the fabric's log
         for name in self.names:
             self.fabric.node(name, pricer)
             region = "east" if name == "hub" else "west"
@@ -61,9 +63,12 @@ class Stage:
             self.network,
             prices=dict.fromkeys(self.names, pricer),
             start=self._start,
-            stopped=lambda name: self.stops.append((self.fabric.now_s(), name)),
         )
         self.churn, self.faults = churn, faults
+
+    def event(self, time_ns: int, kind: str, node: str, **fields: Any) -> None:
+        if kind == "down":
+            self.stops.append((time_ns / NS, node))
 
     def _start(self, world: SimWorld, disk_kept: bool) -> None:
         self.starts.append((self.fabric.now_s(), world.name, disk_kept))
