@@ -16,10 +16,10 @@ from refimpl.model.weights import random_decoder, save_checkpoint
 from refimpl.work import Forward, Hash, ModelSize
 from sim import calibrate
 from sim.calibrate import FULL, SMALL, fit_all, main, plan_points, predicted_s, start_entry, to_profile, without_head
-from sim.calibration_report import report
+from sim.calibration_report import describe, report
 from sim.catalogue import CatalogueError, load_catalogue
 from sim.hardware import Device, device_from_entry, find_device
-from sim.profile import PassTable, dump_profile, hold_one_out
+from sim.profile import PassTable, dump_profile, hold_one_out, load_profile
 
 TRUTH = {
     "prefill": 0.71,
@@ -304,6 +304,45 @@ def test_report_says_date_engine_and_each_error() -> None:
     assert "2026-01-01" in text and "none; thread clock" in text
     line = next(line for line in calibration.lines if line.held_out)
     assert f"| {line.measured_s * 1e3:.2f} | {line.predicted_s * 1e3:.2f} | {line.error:+.1%} |" in text
+
+
+COMMITTED = sorted((Path(__file__).parent.parent / "experiments" / "hardware").glob("*.toml"))
+
+
+def committed_samples(report_of: Path) -> list[Sample]:
+    """What was measured, by the rows of a committed report: `| work | measured ms | … | median over best |`."""
+    fit, held_out = plan_points(FULL)
+    lines = report_of.read_text(encoding="utf-8").splitlines()
+    measured = {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in lines) if len(cells) == 5}
+    return [
+        Sample(point=point, seconds=float(milliseconds) / 1e3, disturbance=float(disturbance.rstrip("%")) / 100)
+        for point in fit + held_out
+        for milliseconds, _, _, disturbance in [measured[describe(point)]]
+    ]
+
+
+@pytest.mark.parametrize("profile", COMMITTED, ids=lambda path: path.stem)
+def test_what_was_measured_on_a_machine_predicts_what_was_held_out(profile: Path) -> None:
+    """Promised: "predicts a held-out batch and length within 15 %". Fitted again from the committed measurements."""
+    assert len(COMMITTED) == 2
+    device, origin = load_profile(profile).device, load_profile(profile).origin
+    machine = Machine(
+        device="cpu", processor=origin.processor, memory_bytes=device.memory_gb.value * 1e9,
+        peak_flop_per_s=device.bf16_tflop_s.value * 1e12,
+        bandwidth_bytes_per_s=device.memory_bandwidth_gb_s.value * 1e9,
+        engine=origin.engine, threads=1, clock=origin.clock, load_average=origin.load_average,
+    )  # fmt: skip
+    samples, fitted = committed_samples(profile.with_suffix(".md")), len(plan_points(FULL)[0])
+    calibration = fit_all(machine, samples[:fitted], samples[fitted:], small_model, "2026-01-01")
+    held_out = [line for line in calibration.lines if line.held_out]
+    assert {(p.kind, p.batch, p.tokens) for p in FULL.held_out} <= {
+        (line.point.kind, line.point.batch, line.point.tokens) for line in held_out
+    }
+    assert max(abs(line.error) for line in held_out) <= 0.15, [(describe(li.point), li.error) for li in held_out]
+    # and the committed profile is what comes of them: its rates, to what two decimals of a millisecond lose
+    for name in ("prefill", "decode", "attention", "activation", "overhead_layer_s", "backward"):
+        assert getattr(calibration.device.rates, name) == pytest.approx(device.rates[name].value, rel=0.02), name
+    assert calibration.held_out_error_max == pytest.approx(origin.held_out_error_max, abs=0.005)
 
 
 @pytest.mark.slow
