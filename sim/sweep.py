@@ -193,17 +193,17 @@ def sweep(
     folder = runs / f"sweep-{name}"
     folder.mkdir(parents=True, exist_ok=True)
     context: dict[str, Any] = {"backend": "loky", "n_jobs": jobs}
+    workers: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if dask is not None:
         try:
             from dask.distributed import Client
         except ImportError:
-            raise ScenarioError("--dask needs the package distributed: pip install distributed") from None
-        Client(dask)
-        context = {"backend": "dask"}
+            raise ScenarioError("--dask needs the package distributed: pip install 'armillary[dask]'") from None
+        workers, context = Client(dask), {"backend": "dask"}
     summaries: list[dict[str, Any]] = []
     counts = Counter({"done": 0, "of": len(cells)})
     with Progress(f"sweep {name}", None, lambda: counts["done"] / len(cells), counts) as shown:
-        with joblib.parallel_config(**context):
+        with workers, joblib.parallel_config(**context):
             calls = (joblib.delayed(run_cell)(cell, name, runs) for cell in cells)
             for summary in joblib.Parallel(return_as="generator")(calls):
                 summaries.append(summary)

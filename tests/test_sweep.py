@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,3 +117,25 @@ def test_a_sweep_leaves_a_table_and_goes_on_where_it_was(tmp_path: Path, monkeyp
 def test_runs_of_another_model_are_other_runs() -> None:
     mine, other = (cells_of("adversarial-tiny", [], 1, model)[0] for model in (None, "models/other"))
     assert mine.key != other.key and other.model == "models/other"
+
+
+def test_without_dask_the_option_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dask.distributed", None)
+    with pytest.raises(ScenarioError, match=r"--dask needs the package distributed: pip install 'armillary\[dask\]'"):
+        sweep("adversarial-tiny", [], seeds=1, runs=tmp_path, dask="tcp://127.0.0.1:1")
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_a_sweep_on_dask_workers_leaves_what_one_on_cores_does(tmp_path: Path) -> None:
+    distributed = pytest.importorskip("distributed", reason="needs the extra dask: pip install 'armillary[dask]'")
+    settings = [("verifier.thresholds", ["paper", "deployed"])]
+    local, _ = sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path / "cores", jobs=1)
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        address = cluster.scheduler_address
+        there, kept = sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path / "dask", dask=address)
+        with distributed.Client(address) as client:
+            done = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.transition_counter)
+    assert kept and done > 0, "the scheduler was given nothing to do"
+    for name in ("runs.csv", "table.md"):
+        assert (there / name).read_bytes() == (local / name).read_bytes()
