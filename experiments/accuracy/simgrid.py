@@ -22,6 +22,7 @@ from sim.transport import FAIR, LV08
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parents[1] / "tests" / "data" / "simgrid"
+CASES = ("star_1000_pure", "star_10000_pure", "mesh_2000_pure", "mesh_20000_pure", "star_1000_lv08", "mesh_2000_lv08")
 MBIT = 1e6 / 8
 UNUSED_MBIT_S = 1.0  # of a line that no transfer crosses
 
@@ -88,7 +89,7 @@ def main() -> None:
         "| case | transfers | largest | 99 of 100 below | median | here, s of CPU |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name in ("star_1000_pure", "mesh_2000_pure", "mesh_20000_pure", "star_1000_lv08", "mesh_2000_lv08"):
+    for name in CASES:
         case = json.loads(gzip.decompress((DATA / f"{name}.json.gz").read_bytes()))
         network, flows = star(case) if name.startswith("star") else mesh(case)
         started_s = time.process_time()
