@@ -26,6 +26,7 @@ CUT: dict[str, dict[str, Any]] = {
     "broadcast": {"count": 10, "broadcast": {"size_gb": 0.62, "shard_mb": 5.0}},
     "churn": {"duration_s": 16_000.0, "count": 5},
     "continents": {"count": 2},
+    "pipeline": {"pipeline": {"rounds": 1}},
     "stress-10k": {"duration_s": 3600.0, "count": 100},
     "two-worlds": {},
 }
@@ -44,7 +45,7 @@ def cut(name: str) -> dict[str, Any]:
     raw = copy.deepcopy(read_raw(scenario_path(name)))
     change = CUT[name]
     raw["duration_s"] = min(raw["duration_s"], change.get("duration_s", raw["duration_s"]))
-    for part in ("broadcast", "task"):
+    for part in ("broadcast", "pipeline", "task"):
         raw.get(part, {}).update(change.get(part, {}))
     for group in raw["nodes"]:
         if "count" in change and "count" in group:
