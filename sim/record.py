@@ -1,8 +1,8 @@
 """The run's log: one JSON line per event, in the order of the documented clock.
 
-`events.jsonl` is the source of the figures of a kind of run, its table and its plots (how a run ended, its checks, bytes
-sent and the curves of links come from elsewhere: `sim/EVENTS.md`). A line is {"t_ns": integer nanoseconds, "kind": word,
-"node": name, ...}. It is the same on every run with the same seed.
+`events.jsonl` is the source of the figures of a kind of run, its table and its plots (how a run ended, its checks,
+bytes sent and curves of links come from elsewhere: `sim/EVENTS.md`). A line is
+{"t_ns": integer nanoseconds, "kind": word, "node": name, ...}. It is the same on every run with the same seed.
 """
 
 from __future__ import annotations
