@@ -60,7 +60,7 @@ class Noting:
 
 model, runs = sys.argv[1:]
 raw = read_raw(scenario_path("adversarial-tiny"))
-raw["task"]["assignments"] = 20
+raw["task"]["assignments"] = 6
 sys.stderr = noting = Noting()
 scenario = check_raw(raw, "tiny")
 run_scenario(scenario, name="tiny", seed=1, model_path=model, runs=pathlib.Path(runs), say=lambda line: None)
