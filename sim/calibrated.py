@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ from refimpl.messages import Submission
 from refimpl.swarm import SwarmPlan
 from refimpl.toploc.check import PRESETS, ChunkScore, Verification, judge
 from refimpl.work import Forward, ModelSize, Prove, Several, Verify, Work
-from sim.model_sizes import MODEL_SIZES
+from sim.model_sizes import MODEL_SIZES, TABLES, known_tables
 
-TABLES = Path(__file__).with_name("tables")
 PROOF_BYTES = 258
 CHUNK_TOKENS = 32
 PROMPT_TOKENS = 64
@@ -47,11 +45,9 @@ class Seen:
 @lru_cache(maxsize=8)
 def load_table(name: str) -> dict[str, tuple[Seen, ...]]:
     """Measured submissions per behaviour. Raises CalibrationMissing."""
-    path = TABLES / f"{name}.json"
-    if not path.exists():
-        known = ", ".join(sorted(p.stem for p in TABLES.glob("*.json")))
-        raise CalibrationMissing(f"there is no table {name!r}; known: {known}")
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    if name not in known_tables():
+        raise CalibrationMissing(f"there is no table {name!r}; known: {', '.join(known_tables())}")
+    raw = json.loads((TABLES / f"{name}.json").read_text(encoding="utf-8"))
     return {
         behaviour: tuple(
             Seen(

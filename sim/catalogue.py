@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sim.refusals import explain
+
 CATALOGUE_PATH = Path(__file__).with_name("devices.toml")
 
 Confidence = Literal["high", "medium", "low", "unverified", "measured", "assumption"]
@@ -202,30 +204,7 @@ def check(model: type[Catalogue], raw: Mapping[str, Any], file: str) -> Catalogu
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise CatalogueError(explain(error, raw, file)) from None
-
-
-def explain(error: ValidationError, raw: Mapping[str, Any], file: str) -> str:
-    """Pydantic's findings as sentences: file, field (devices by their name), value, what was expected."""
-    lines = []
-    for finding in error.errors():
-        place: list[str] = []
-        node: Any = raw
-        for step in finding["loc"]:
-            node = node[step] if isinstance(node, (list, tuple)) and isinstance(step, int) else _get(node, step)
-            named = isinstance(step, int) and isinstance(node, Mapping) and "name" in node
-            place.append(repr(node["name"]) if named else str(step))
-        value = "" if finding["type"] == "missing" else f" is {finding['input']!r}" if _short(finding["input"]) else ""
-        lines.append(f"{file}: {' '.join(place) or 'the file'}{value}: {finding['msg']}")
-    return "\n".join(lines)
-
-
-def _get(node: Any, step: int | str) -> Any:
-    return node.get(step) if isinstance(node, Mapping) else None
-
-
-def _short(value: object) -> bool:
-    return len(repr(value)) < 60
+        raise CatalogueError(explain(error, model, raw, file)) from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def device_curves(use: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
     count: dict[str, int] = {}
     for group in groups:
         name = group["device"]
-        count[name] = count.get(name, 0) + group["count"]
+        count[name] = count.get(name, 0) + group.get("count", 1)
         if (busy := use["at_work"].get(group["name"])) is not None:
             sums = at_work.setdefault(name, [0.0] * len(busy))
             at_work[name] = [a + b for a, b in zip(sums, busy, strict=True)]

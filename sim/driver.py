@@ -73,7 +73,7 @@ class Driver:
         self.nodes_folder.mkdir(parents=True)
         self.journals = {name: self.nodes_folder / f"{name}.jsonl" for name in [DRIVER, *self.members]}
         self._record = self.journals[DRIVER].open("w", encoding="utf-8")
-        config = {"scenario": scenario.model_dump(mode="json"), "seed": seed, "log": str(folder / "calls.jsonl")}
+        config = {"scenario": scenario.as_plain(), "seed": seed, "log": str(folder / "calls.jsonl")}
         self.wire = Child("(wire)", "sim.wire", config, self.nodes_folder / "(wire)")
 
     # ----------------------------------------------------------------------------------------------------- the start

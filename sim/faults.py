@@ -27,6 +27,20 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """Fields that each kind must have."""
 
+USES: dict[str, tuple[str, ...]] = {
+    "crash": ("nodes", "disk_kept"),
+    "hang": ("nodes",),
+    "slow": ("nodes", "slowness"),
+    "link": (
+        "nodes", "sites", "regions", "direction", "working", "bandwidth_factor", "packet_loss", "message_loss",
+        "message_duplicate", "message_reorder",
+    ),
+    "partition": ("regions", "direction"),
+    "clock_skew": ("nodes", "skew_s"),
+    "disk_full": ("nodes",),
+}  # fmt: skip
+"""Fields that each kind may have, beside `kind`, `start_s` and `end_s`."""
+
 Target = Literal["nodes", "sites", "regions"]
 TARGETS: tuple[Target, ...] = ("nodes", "sites", "regions")
 
@@ -67,6 +81,13 @@ class FaultPart(Strict):
     def _hangs_together(self) -> FaultPart:
         if self.end_s is not None and self.end_s <= self.start_s:
             raise ValueError(f"end_s is {self.end_s}; expected after start_s, {self.start_s}")
+        used = (*USES[self.kind], "start_s", "end_s")
+        written = self.model_fields_set - {"kind", *used}
+        unused = [field for field in type(self).model_fields if field in written]
+        if unused:
+            raise ValueError(
+                f"a fault of kind {self.kind!r} does not use {', '.join(unused)}; expected {', '.join(used)}"
+            )
         for field in NEEDS[self.kind]:
             if not getattr(self, field):
                 raise ValueError(f"a fault of kind {self.kind!r} needs {field}")

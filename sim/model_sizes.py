@@ -6,9 +6,13 @@ of 512 + 64 numbers per token and layer, written here as a single key-value head
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from refimpl.model.config import ModelConfig
 from refimpl.work import ModelSize
 
+TABLES = Path(__file__).with_name("tables")
+"""Measured scores, for the same runs; `sim/calibrated.py` reads them."""
 BYTES_PER_WEIGHT = {"bfloat16": 2.0, "float32": 4.0}
 
 MODEL_SIZES: dict[str, ModelSize] = {
@@ -37,3 +41,8 @@ MODEL_SIZES: dict[str, ModelSize] = {
 def size_of_checkpoint(path: str, dtype: str = "bfloat16") -> ModelSize:
     """The size of the checkpoint in the folder `path`, by its config.json. Raises ConfigError."""
     return ModelConfig.from_pretrained(path).size(bytes_per_weight=BYTES_PER_WEIGHT[dtype])
+
+
+def known_tables() -> list[str]:
+    """Names of the tables of measured scores."""
+    return sorted(path.stem for path in TABLES.glob("*.json"))

@@ -150,7 +150,7 @@ def load_profile(path: Path) -> Profile:
     try:
         return Profile.model_validate(raw)
     except ValidationError as error:
-        raise CatalogueError(explain(error, raw, path.name)) from None
+        raise CatalogueError(explain(error, Profile, raw, path.name)) from None
 
 
 def dump_profile(profile: Profile) -> str:

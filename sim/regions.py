@@ -289,7 +289,7 @@ def check_regions(raw: Mapping[str, Any], file: str) -> _File:
     try:
         return _File.model_validate(raw)
     except ValidationError as error:
-        raise CatalogueError(explain(error, raw, file)) from None
+        raise CatalogueError(explain(error, _File, raw, file)) from None
 
 
 @lru_cache(maxsize=8)

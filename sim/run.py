@@ -86,7 +86,7 @@ def run_scenario(
         shown.turn_to("checking promises")
         virtual_s = fabric.now_s()
         violations = over.violations()
-        over.leave({"scenario": scenario.model_dump(mode="json"), "name": name, "seed": seed, "model_path": model_path})
+        over.leave({"scenario": scenario.as_plain(), "name": name, "seed": seed, "model_path": model_path})
         carrier = cast(FlowCarrier, fabric.carrier)
         _leave_places(folder, scenario, carrier, [world.name for world in fabric.by_index])
         shown.turn_to("looking for what is left")

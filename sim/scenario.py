@@ -18,13 +18,14 @@ from pydantic import Field, ValidationError, model_validator
 
 from refimpl.attacks.names import BEHAVIOURS, RING_BEHAVIOURS
 from refimpl.work import ModelSize
-from sim.catalogue import CatalogueError, Strict, UnknownDevice, explain, read_toml
+from sim.catalogue import CatalogueError, Strict, UnknownDevice, read_toml
 from sim.churn import ChurnEvent, ChurnSpec
 from sim.churn_trace import read_trace
 from sim.faults import FaultPart
 from sim.hardware import OutOfMemory, find_device
 from sim.jitter import Jitter
-from sim.model_sizes import MODEL_SIZES, size_of_checkpoint
+from sim.model_sizes import MODEL_SIZES, known_tables, size_of_checkpoint
+from sim.refusals import explain
 from sim.regions import Regions, UnknownRegion, region_set
 from sim.roofline import forward_memory
 
@@ -60,6 +61,8 @@ class ModelPart(Strict):
     def _one_of_two(self) -> ModelPart:
         if (self.path is None) == (self.calibrated is None):
             raise ValueError("model names neither or both of path and calibrated; expected exactly one")
+        if self.calibrated is not None and "dtype" in self.model_fields_set:
+            raise ValueError("model.dtype is of a real model; model.calibrated does not use it")
         return self
 
 
@@ -192,6 +195,7 @@ class Kind:
     holds_model: tuple[str, ...] = ()  # roles whose device must have room for the model
     cheats: tuple[str, ...] = ()  # roles that may behave otherwise than honestly
     behaviours: tuple[str, ...] = BEHAVIOURS
+    parts: tuple[str, ...] = ()  # of OPTIONAL_PARTS, those that it uses
     figures: tuple[str, ...]  # paths into summary.json that a sweep shows unless told otherwise
 
     @property
@@ -205,6 +209,7 @@ KINDS: dict[str, Kind] = {
         busy="worker",
         holds_model=("worker", "validator"),
         cheats=("worker",),
+        parts=("task", "verifier", "ledger"),
         figures=("detection.rate", "false_positives.rate", "virtual_s"),
     ),
     "broadcast": Kind(once=("origin",), more=("relay",), busy="client", figures=("first_s", "median_s", "last_s")),
@@ -219,6 +224,8 @@ KINDS: dict[str, Kind] = {
 }
 """Kinds of runs; `sim/kinds/NAME.py` runs one. A scenario is of the kind whose part it has (`[broadcast]`), or of the
 first."""
+OPTIONAL_PARTS = ("task", "verifier", "ledger")
+"""Parts of a scenario that have defaults, and that not every kind of run uses."""
 
 
 class NodeGroup(Strict):
@@ -270,6 +277,8 @@ class Scenario(Strict):
         if (twice := next((name for name, count in members.items() if count > 1), None)) is not None:
             raise ValueError(f"two nodes would be called {twice!r}: one by its group's name, one by its number")
         self._check_roles()
+        self._check_parts()
+        self._check_sources()
         self._check_places()
         self._check_trace()
         regions = self._regions()
@@ -321,6 +330,37 @@ class Scenario(Strict):
                     "expected at least one stage, and one client"
                 )
 
+    def _check_parts(self) -> None:
+        """What a run does not use is refused rather than passed over."""
+        for part in OPTIONAL_PARTS:
+            if part in self.model_fields_set and part not in self.rules.parts:
+                raise ValueError(f"the scenario has [{part}], which a {self.kind} does not use")
+        for group in self.nodes:
+            if group.sources and group.role not in ("relay", "client"):
+                raise ValueError(
+                    f"{group.name} has sources, which only relays and clients use; its role is {group.role}"
+                )
+
+    def _check_sources(self) -> None:
+        """What is broadcast must come from the origin to every group, over groups that it comes to itself."""
+        if self.broadcast is None:
+            return
+        relays = tuple(group.name for group in self.nodes if group.role == "relay")
+        (origin,) = [group.name for group in self.nodes if group.role == "origin"]
+        sources = {
+            group.name: group.sources or (relays if group.role == "client" and relays else (origin,))
+            for group in self.nodes
+        }
+        reached = {origin}
+        while more := {name for name in sources.keys() - reached if reached & set(sources[name])}:
+            reached |= more
+        for name in sources:
+            if name not in reached:
+                raise ValueError(
+                    f"the origin never reaches {name}, which fetches from {' and '.join(sources[name])}: "
+                    f"sources must lead back to {origin}"
+                )
+
     @staticmethod
     def _parts_expected() -> str:
         """Which parts each kind of run wants."""
@@ -336,6 +376,8 @@ class Scenario(Strict):
         for site in group.sites:
             if site not in sites:
                 raise ValueError(f"{group.name} is in site {site!r}; network.sites has {', '.join(sites) or 'none'}")
+        if group.relay is not None and group.nat == "open":
+            raise ValueError(f"{group.name} names the relay {group.relay!r} and is open: it would never use it")
         if group.relay is not None:
             relays = [member for member in self.members() if member.name == group.relay]
             if not relays or relays[0].group.nat != "open":
@@ -359,6 +401,9 @@ class Scenario(Strict):
         if self.model.calibrated.size not in MODEL_SIZES:
             known = ", ".join(MODEL_SIZES)
             raise ValueError(f"model.calibrated.size is {self.model.calibrated.size!r}; known: {known}")
+        if self.model.calibrated.table not in known_tables():
+            known = ", ".join(known_tables())
+            raise ValueError(f"model.calibrated.table is {self.model.calibrated.table!r}; known: {known}")
         self._require_memory(group, MODEL_SIZES[self.model.calibrated.size])
 
     def _require_memory(self, group: NodeGroup, size: ModelSize) -> None:
@@ -492,6 +537,10 @@ class Scenario(Strict):
         """The real model's folder or hub id, where there is one."""
         return self.model.path if self.model is not None else None
 
+    def as_plain(self) -> dict[str, Any]:
+        """What was written, as JSON can hold it; `check_raw` takes it back."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
     def members(self) -> Iterator[Member]:
         """Every node, in the file's order: NAME for a single one, NAME-0, NAME-1, … for several."""
         for group in self.nodes:
@@ -542,7 +591,7 @@ def check_raw(raw: dict[str, Any], file: str) -> Scenario:
     try:
         return Scenario.model_validate(raw)
     except ValidationError as error:
-        raise ScenarioError(explain(error, raw, file)) from None
+        raise ScenarioError(explain(error, Scenario, raw, file)) from None
 
 
 def read_scenario(path: Path) -> Scenario:

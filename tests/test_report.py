@@ -103,7 +103,7 @@ def test_a_browser_shows_a_curve_per_bottleneck_and_device_class_and_every_check
         assert f"held transfers for {link['held_s']:.4g} s" in drawn[link["name"]]
     for group in traffic["devices"]["at_work"]:
         (device,) = [node["device"] for node in nodes if node["name"] == group]
-        count = sum(node["count"] for node in nodes if node["device"] == device)
+        count = sum(node.get("count", 1) for node in nodes if node["device"] == device)
         assert "devices at work" in drawn[f"{device} ({count})"]
     assert len(traffic["links"]) > 5 and len(curves) > len(traffic["links"])
     summary = json.loads((result.folder / "summary.json").read_text(encoding="utf-8"))

@@ -52,7 +52,8 @@ def cut(name: str) -> dict[str, Any]:
             group["count"] = max(1, group["count"] // change["count"])
     raw["faults"] = [fault for fault in raw.get("faults", []) if fault["start_s"] < raw["duration_s"]]
     for fault in raw["faults"]:
-        fault["nodes"] = [node.partition("-")[0] for node in fault.get("nodes", [])]
+        if "nodes" in fault:
+            fault["nodes"] = [node.partition("-")[0] for node in fault["nodes"]]
     return raw
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,17 @@ from sim.__main__ import main
 from sim.fabric import random_lives
 from sim.kinds.swarm import BOUNDS
 from sim.run import run_scenario
-from sim.scenario import Scenario, ScenarioError, known_scenarios, load_scenario, read_scenario
+from sim.scenario import (
+    OPTIONAL_PARTS,
+    Scenario,
+    ScenarioError,
+    check_raw,
+    known_scenarios,
+    load_scenario,
+    read_raw,
+    read_scenario,
+    scenario_path,
+)
 from tests.paths import TINY_MODEL
 
 GOOD = """
@@ -102,11 +114,30 @@ def test_the_good_one_is_read_and_its_members_have_names_of_one_width(tmp_path: 
     ("old", "new", "expected"),
     [
         ("duration_s = 100.0", "duration_s = -1.0", ["bad.toml", "duration_s", "-1.0", "greater than 0"]),
-        ("duration_s = 100.0", "duration = 100.0", ["bad.toml", "duration_s", "required"]),
-        ('title = "t"', 'title = "t"\ncolour = "red"', ["bad.toml", "colour", "'red'"]),
+        (
+            "duration_s = 100.0",
+            "duration = 100.0",
+            ["bad.toml", "duration = 100.0 is no field here; did you mean duration_s"],
+        ),
+        ("duration_s = 100.0", "", ["bad.toml: duration_s is missing, and required"]),
+        (
+            'title = "t"',
+            'title = "t"\ncolour = "red"',
+            ["bad.toml: colour = 'red' is no field here; expected some of title, "],
+        ),
+        ("[model]", "[task]\nbatsch = 3\n[model]", ["bad.toml: task batsch = 3 is no field here; did you mean batch?"]),
         ("count = 12", "count = 0", ["'worker'", "count", "is 0"]),
         ("count = 12", 'count = "12 nodes"', ["'worker'", "count", "'12 nodes'", "integer"]),
-        ("uplink_mbit_s = 100.0", "uplink_mbps = 100.0", ["'ledger'", "uplink_mbps"]),
+        (
+            "uplink_mbit_s = 100.0",
+            "uplink_mbps = 100.0",
+            ["'ledger' uplink_mbps = 100.0 is no", "mean uplink_mbit_s, which"],
+        ),
+        (
+            "uplink_mbit_s",
+            "uplink_gbit_s",
+            ["'ledger' uplink_gbit_s = 100.0 is no", "mean uplink_mbit_s, which is missing?"],
+        ),
         ("uplink_mbit_s = 100.0", "uplink_mbit_s = 0.0", ["'ledger'", "uplink_mbit_s", "0.0", "greater than 0"]),
         ('device = "RTX 4090"', 'device = "RTX 4900"', ["ledger", "'RTX 4900'", "Did you mean 'RTX 4090'"]),
         ('role = "worker"', 'role = "boss"', ["'worker'", "role", "'boss'"]),
@@ -130,6 +161,19 @@ def test_the_good_one_is_read_and_its_members_have_names_of_one_width(tmp_path: 
         ("[model]", "[model]\ndtype = 8", ["dtype", "8"]),
         ('path = "tests/data/tiny-model"', "", ["neither or both of path and calibrated"]),
         ('path = "tests/data/tiny-model"', CALIBRATED.replace("QwQ-32B", "QwQ"), ["'QwQ'", "known: "]),
+        (
+            'path = "tests/data/tiny-model"',
+            CALIBRATED.replace("QwQ-32B", "SmolLM2-135M").replace(" }", ', table = "nosuch" }'),
+            ["bad.toml: model.calibrated.table is 'nosuch'; known: smollm2"],
+        ),
+        # what would be passed over
+        (
+            "[model]",
+            FAULT.format("crash", 5.0, 6.0, "worker").replace("[model]", "slowness = 5.0\ndirection = 'up'\n[model]"),
+            ["faults 0: a fault of kind 'crash' does not use slowness, direction; expected nodes, disk_kept, "],
+        ),
+        ("count = 12", 'relay = "ledger"', ["worker names the relay 'ledger' and is open"]),
+        ("count = 12", 'sources = ["ledger"]', ["worker fetches from 'ledger'; no origin or relay"]),
         # faults
         ("[model]", FAULT.format("hang", 50.0, 40.0, "worker"), ["end_s is 40.0", "after start_s, 50.0"]),
         ("[model]", FAULT.format("hang", 500.0, 600.0, "worker"), ["starts at 500.0 s", "ends at 100.0 s"]),
@@ -141,7 +185,11 @@ def test_the_good_one_is_read_and_its_members_have_names_of_one_width(tmp_path: 
         ("[model]", CUT.format('regions = ["japan"]'), ["the trunk of region 'japan'; network.trunks has none"]),
         ("[model]", CUT.format(""), ["kind 'link' is on nothing; expected exactly one of nodes, sites, regions"]),
         ("[model]", CUT.format('nodes = ["worker"]\nsites = ["lab"]'), ["kind 'link' is on nodes and sites; expected"]),
-        ("[model]", CUT.replace("link", "hang").format('sites = ["lab"]\nnodes = ["worker"]'), ["expected nodes"]),
+        (
+            "[model]",
+            CUT.replace('"link"', '"hang"').format('sites = ["lab"]\nnodes = ["worker"]'),
+            ["use sites, working; expected nodes"],
+        ),
         ("[model]", LIFE_OF_NOBODY, ["exponential", "mean_s"]),
         (
             "[model]",
@@ -158,6 +206,7 @@ def test_each_kind_of_fault_is_named_with_its_value_and_what_was_expected(
     sentence = refusal(tmp_path, GOOD.replace(old, new, 1))
     for part in expected:
         assert part in sentence, sentence
+    assert "\n" not in sentence and "Value error" not in sentence and "Extra inputs" not in sentence
 
 
 def test_a_scenario_in_which_nothing_would_happen_says_so(tmp_path: Path) -> None:
@@ -223,4 +272,64 @@ def test_a_role_of_another_kind_of_run_is_refused_with_those_that_there_are(tmp_
     sentence = refusal(tmp_path, GOOD.replace('role = "worker"', 'role = "client"'))
     assert "'worker' has the role 'client'; a swarm has ledger, orchestrator, validator, worker" in sentence
     both = refusal(tmp_path, GOOD.replace("[model]", "[broadcast]\nsize_gb = 1.0\n[model]"))
-    assert "the scenario has [model], [broadcast]; expected [model] for a swarm, [broadcast] for a broadcast, [pipeline] for a pipeline" in both
+    expected = "expected [model] for a swarm, [broadcast] for a broadcast, [pipeline] for a pipeline"
+    assert f"the scenario has [model], [broadcast]; {expected}" in both
+
+
+# ------------------------------------------------------------------------------------------------------ a broadcast's
+def broadcast_with(change: Callable[[dict[str, Any]], None]) -> str:
+    """Why the shipped broadcast is refused after `change`."""
+    raw = read_raw(scenario_path("broadcast"))
+    change(raw)
+    with pytest.raises(ScenarioError) as caught:
+        check_raw(raw, "b.toml")
+    return str(caught.value)
+
+
+def test_sources_in_a_circle_are_refused_by_the_group_that_the_origin_never_reaches() -> None:
+    def circle(raw: dict[str, Any]) -> None:
+        by_name = {group["name"]: group for group in raw["nodes"]}
+        by_name["relay-oregon"]["sources"] = ["relay-tokyo"]
+        by_name["relay-tokyo"]["sources"] = ["relay-oregon"]
+
+    def opened(raw: dict[str, Any]) -> None:
+        circle(raw)
+        origin = next(group["name"] for group in raw["nodes"] if group["role"] == "origin")
+        next(group for group in raw["nodes"] if group["name"] == "relay-tokyo")["sources"].append(origin)
+
+    assert broadcast_with(circle).startswith(
+        "b.toml: the origin never reaches relay-oregon, which fetches from relay-tokyo: sources must lead back to "
+    )
+    raw = read_raw(scenario_path("broadcast"))
+    opened(raw)
+    assert check_raw(raw, "b.toml").kind == "broadcast"  # tokyo has it from the origin, and oregon from tokyo
+
+
+@pytest.mark.parametrize("part", OPTIONAL_PARTS)
+def test_parts_that_a_broadcast_does_not_use_are_refused(part: str) -> None:
+    sentence = broadcast_with(lambda raw: raw.update({part: {}}))
+    assert sentence == f"b.toml: the scenario has [{part}], which a broadcast does not use"
+
+
+def test_an_origin_has_no_sources() -> None:
+    def change(raw: dict[str, Any]) -> None:
+        next(group for group in raw["nodes"] if group["role"] == "origin")["sources"] = ["relay-tokyo"]
+
+    assert "has sources, which only relays and clients use; its role is origin" in broadcast_with(change)
+
+
+def test_one_fault_in_many_groups_is_one_sentence() -> None:
+    raw = read_raw(scenario_path("broadcast"))
+    for group in raw["nodes"][1:4]:
+        group["latency_ms"] = -1.0
+    with pytest.raises(ScenarioError) as caught:
+        check_raw(raw, "b.toml")
+    names = "'relay-oregon', 'relay-virginia', 'relay-frankfurt'"
+    assert str(caught.value) == f"b.toml: nodes {names} latency_ms is -1.0: Input should be greater than or equal to 0"
+
+
+@pytest.mark.parametrize("name", known_scenarios())
+def test_a_scenario_can_be_written_down_and_read_again(name: str) -> None:
+    """A replay and the processes of a real run read it from JSON; what has defaults must not count as written."""
+    scenario = load_scenario(name)
+    assert check_raw(json.loads(json.dumps(scenario.as_plain())), name) == scenario
