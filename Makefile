@@ -8,11 +8,11 @@ RUN := .venv/bin/python
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help sim swarm model test test-fast lint bench arena regress regress-accept clean
+.PHONY: help sim swarm train model test test-fast lint bench arena regress regress-accept clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1@\2/' | column -t -s@
-	@echo "  variables: SCENARIO=$(SCENARIO)  SEED=(the scenario's)  MODEL=(the scenario's: a folder or hub id)"
+	@echo "  variables: SCENARIO=$(SCENARIO)  SEED=(the scenario's)  MODEL=(the scenario's: a folder or hub id)  TRAIN=(options: --help lists them)"
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(RUN) || { echo "making .venv"; $(PYTHON) -m venv .venv; }
@@ -31,6 +31,9 @@ sim: $(STAMP) ## simulate SCENARIO, e.g. make sim SCENARIO=adversarial SEED=3
 
 swarm: $(STAMP) ## the same scenario as real processes on this machine
 	@$(RUN) -m sim swarm $(SCENARIO) $(if $(SEED),--seed $(SEED)) $(if $(MODEL),--model $(MODEL))
+
+train: $(STAMP) ## asynchronous GRPO for real: a tiny model learns addition, every node a process; SEED=0
+	@$(RUN) -m refimpl.training $(if $(SEED),--seed $(SEED)) $(if $(MODEL),--model $(MODEL)) $(TRAIN)
 
 test: $(STAMP) $(SMOLLM2)/config.json ## the whole suite
 	@$(RUN) -m pytest

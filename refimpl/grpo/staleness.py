@@ -13,7 +13,9 @@ Differs from the original:
 1) slots are handed out and counted, so a full folder attracts no more work (there, every file beyond the 4096th row was
    generated for nothing); with `oversubscribe` > 1 the surplus is back, on purpose, and reported;
 2) a slot has a deadline, after which another worker gets one: an endless rollout cannot block a step;
-3) the books are restored together with the version they belong to, and refuse any other: with counters at 0 beside
+3) a slot that failed or expired is handed out again at its own place, with its own problems: nobody gets rid of a
+   problem by dropping it, and slow problems are not traded for quick ones;
+4) the books are restored together with the version they belong to, and refuse any other: with counters at 0 beside
    version 100, capacity would be a hundred folders too large.
 
 Unit: what one worker hands in for one slot (a file with whole groups of answers).
@@ -56,6 +58,7 @@ class PacingConfig:
     max_age: int = 2  # k; 0 is synchronous
     deadline_s: float | None = None  # a slot open for longer no longer counts as coming; None: for ever
     oversubscribe: float = 1.0  # slots handed out at once, over those needed if all samples carry a signal; at least 1
+    folders: int | None = None  # that the run will train; None: no end
 
     def __post_init__(self) -> None:
         for name in ("samples_per_step", "samples_per_unit"):
@@ -78,6 +81,7 @@ class Slot:
     checkpoint: int  # the version to generate it with
     worker: str
     counter: int  # the worker's how-manieth in this folder, from 1: an input of the deterministic problem choice
+    place: int = 0  # in the folder, from 0: the other input to choose problems by, the same whoever takes the slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +175,8 @@ class Pacer:
         """A slot for `worker` in the first folder that lacks work, or None: nothing may be started at this version."""
         self.expire(now)
         wanted = self.config.samples_per_step * self.config.oversubscribe
-        for folder in range(self.version, self.version + self.config.max_age + 1):
+        end = self.version + self.config.max_age + 1
+        for folder in range(self.version, end if self.config.folders is None else min(end, self.config.folders)):
             # accepted, plus what the open slots bring if all their samples carry a signal
             coming = self._useful[folder] + self._open_slots[folder] * self.config.samples_per_unit
             if coming < wanted and not self._full(folder):
@@ -193,10 +198,26 @@ class Pacer:
         counter = self._counters[folder, worker] = self._counters.get((folder, worker), 0) + 1
         checkpoint = checkpoint_for(folder, self.config.max_age)
         assert checkpoint <= self.version, "a slot may only name weights that exist"
-        slot = Slot(index=self._next_index, folder=folder, checkpoint=checkpoint, worker=worker, counter=counter)
+        slot = Slot(
+            index=self._next_index,
+            folder=folder,
+            checkpoint=checkpoint,
+            worker=worker,
+            counter=counter,
+            place=self._free_place(folder),
+        )
         self._next_index += 1
         self._reopen(slot, now)
         return slot
+
+    def _free_place(self, folder: int) -> int:
+        """The first place of the folder that is neither filled nor being worked at."""
+        taken = {unit.slot.place for unit in self._accepted.get(folder, {}).values()}
+        taken |= {slot.place for slot in self._open.values() if slot.folder == folder}
+        place = 0
+        while place in taken:
+            place += 1
+        return place
 
     def _reopen(self, slot: Slot, now: float) -> None:
         self._open[slot.index] = slot
@@ -215,6 +236,14 @@ class Pacer:
 
     # -- taking in --
 
+    def slot(self, slot_index: int) -> Slot | None:
+        """A slot that is still waited for, or welcome."""
+        return self._open.get(slot_index) or self._late.get(slot_index)
+
+    def slots_of(self, worker: str) -> list[Slot]:
+        """What this worker was given and has not answered, late ones too."""
+        return [slot for slot in [*self._open.values(), *self._late.values()] if slot.worker == worker]
+
     def hand_in(
         self,
         slot_index: int,
@@ -228,7 +257,7 @@ class Pacer:
         filtered_tokens: int = 0,
     ) -> Verdict:
         """Judge a unit that passed verification. Its content counts once, whatever slots it comes in by."""
-        slot = self._open.get(slot_index) or self._late.get(slot_index)
+        slot = self.slot(slot_index)
         if slot is None or slot.worker != worker or oldest_version > self.version:
             return Verdict.DUPLICATE if key in self._keys else Verdict.REFUSED
         self.give_up(slot_index)
@@ -265,7 +294,7 @@ class Pacer:
             verdict = Verdict.DUPLICATE
         elif unit.oldest_version < checkpoint_for(folder, self.config.max_age):
             verdict = Verdict.STALE
-        elif folder < self.version or self._full(folder):
+        elif folder < self.version or self._full(folder) or self._filled(unit.slot):
             verdict = Verdict.SURPLUS
         else:
             self._keep(unit)
@@ -275,6 +304,9 @@ class Pacer:
         self.books.lose(verdict.value, unit.samples + unit.filtered_samples, unit.tokens + unit.filtered_tokens)
         return verdict
 
+    def _filled(self, slot: Slot) -> bool:
+        return any(unit.slot.place == slot.place for unit in self._accepted.get(slot.folder, {}).values())
+
     def _keep(self, unit: Unit) -> None:
         self._accepted.setdefault(unit.slot.folder, {})[unit.slot.index] = unit
         self._useful[unit.slot.folder] += unit.samples
@@ -282,10 +314,10 @@ class Pacer:
     # -- training --
 
     def ready(self) -> list[Unit] | None:
-        """The units that the next version trains, by slot index whatever order they came in; None until complete."""
+        """The units that the next version trains, by place whatever order they came in; None until complete."""
         if not self._full(self.version):
             return None
-        units = [unit for _, unit in sorted(self._accepted[self.version].items())]
+        units = sorted(self._accepted[self.version].values(), key=lambda unit: unit.slot.place)
         for unit in units:
             age = age_at_consumption(self.version, [unit.oldest_version])
             assert age <= self.config.max_age, f"unit {unit.key} would be trained at age {age}"

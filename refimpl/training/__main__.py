@@ -1,0 +1,105 @@
+"""`python -m refimpl.training`: asynchronous GRPO for real, every node a process on this machine.
+
+Workers generate with the weights they have, a validator checks every file, the trainer steps when a folder is complete,
+SHARDCAST carries the weights. Leaves RUNS/train-SEED/: summary.json, reward.png, trace.json (opens in Perfetto), and
+every node's folder. Run it again with --resume and the same seed, and it goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from refimpl.training.cheats import CHEATS
+from refimpl.training.launch import LaunchError, run_node, run_processes
+from refimpl.training.plan import TrainPlan
+from refimpl.training.show import ProgressLine, conclude, describe
+from refimpl.worlds.asyncio_node import Line
+
+
+def options_of(arguments: list[str]) -> argparse.Namespace:
+    default = TrainPlan()
+    parser = argparse.ArgumentParser(
+        prog="python -m refimpl.training",
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=default.steps, help="versions to make")
+    parser.add_argument("--lag", type=int, default=default.max_age, help="k: no trained token is older than this")
+    parser.add_argument("--workers", type=int, default=len(default.workers))
+    parser.add_argument("--cheat", choices=sorted(CHEATS), help="what the last worker does instead of its work")
+    parser.add_argument("--no-verify", action="store_true", help="the validator looks only whether a file is one")
+    parser.add_argument("--model", default=default.model_path, help="checkpoint folder")
+    parser.add_argument("--task", default=default.task)
+    parser.add_argument("--level", type=int, default=default.level, help="of difficulty")
+    parser.add_argument("--lr", type=float, default=default.learning_rate)
+    parser.add_argument("--problems", type=int, default=default.problems_per_unit, help="per unit")
+    parser.add_argument("--group", type=int, default=default.group, help="answers to each problem")
+    parser.add_argument("--units", type=int, default=default.units_per_step, help="per version")
+    parser.add_argument("--tokens", type=int, default=default.new_tokens_max, help="longest answer")
+    parser.add_argument("--filter", action="store_true", help="train only answers that carry a signal")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="one way, added to every message of a node")
+    parser.add_argument("--mbit-s", type=float, help="up and down, of every node; default: unshaped")
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--resume", action="store_true", help="go on with what is in the folder")
+    return parser.parse_args(arguments)
+
+
+def plan_of(options: argparse.Namespace) -> TrainPlan:
+    workers = tuple(f"worker-{number}" for number in range(options.workers))
+    return dataclasses.replace(
+        TrainPlan(),
+        run_seed=options.seed,
+        steps=options.steps,
+        max_age=options.lag,
+        workers=workers,
+        cheats=((workers[-1], options.cheat),) if options.cheat else (),
+        verify=not options.no_verify,
+        model_path=options.model,
+        task=options.task,
+        level=options.level,
+        learning_rate=options.lr,
+        problems_per_unit=options.problems,
+        group=options.group,
+        units_per_step=options.units,
+        new_tokens_max=options.tokens,
+        online_filter=options.filter,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0: done, and all promises kept; 1: not; 2: usage."""
+    if len(arguments) == 2 and arguments[0] == "node":
+        return run_node(arguments[1])
+    options = options_of(arguments)
+    try:
+        plan = plan_of(options)
+        plan.rules, plan.pacing, plan.step  # noqa: B018 - says what is wrong before anything is started
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    folder = options.runs / f"train-{plan.run_seed}"
+    if folder.exists() and not options.resume:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    started_s = time.monotonic()
+    line = Line(uplink_mbit_s=options.mbit_s, downlink_mbit_s=options.mbit_s, latency_ms=options.latency_ms)
+    print(f"starting {3 + len(plan.workers)} processes", file=sys.stderr, flush=True)
+    try:
+        run_processes(plan, folder.resolve(), say=ProgressLine(plan.steps), line=line)
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    summary = conclude(plan, folder, time.monotonic() - started_s)
+    print(describe(summary))
+    print(f"{folder}/")
+    return 0 if not summary["broken_promises"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

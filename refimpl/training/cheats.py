@@ -1,0 +1,101 @@
+"""Workers that hand in something else than the slot asks for: one function each, and one line in `CHEATS`.
+
+A cheat takes the honest bench and returns the maker that a dishonest worker has instead. Each writes a file that is
+well-formed throughout: whoever looks only at the format takes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from refimpl.grpo.messages import SlotGiven
+from refimpl.grpo.rollout import Sample
+from refimpl.grpo.unit import unit_samples
+from refimpl.training.bench import Bench, MadeUnit, packed
+from refimpl.work import Work
+
+
+class Maker(Protocol):
+    def make(self, slot: SlotGiven, public_key: str, version: int) -> MadeUnit: ...
+
+    def work(self, made: Any) -> Work: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Edited:
+    """An honest unit whose rows are edited before they are packed."""
+
+    bench: Bench
+    edit: Callable[[Bench, SlotGiven, str, Sequence[Sample]], Sequence[Sample]]
+
+    def make(self, slot: SlotGiven, public_key: str, version: int) -> MadeUnit:
+        rows = self.bench.make(slot, public_key, version).rows
+        return packed(self.edit(self.bench, slot, public_key, rows))
+
+    def work(self, made: MadeUnit) -> Work:
+        return self.bench.work(made)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    tokens: Any
+    logprobs: Any
+    proofs: tuple[bytes, ...]
+
+
+def _inverted(bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sample]) -> list[Sample]:
+    """Says of every wrong answer that it was right, and the other way round."""
+    answers = [_Written(row.output_tokens, row.output_logprobs, (row.proofs,)) for row in rows]
+    rewards = [1.0 - row.task_reward for row in rows]
+    asked = bench.brief(slot, public_key)
+    return unit_samples(asked, answers, [row.completion for row in rows], rewards, rows[0].step, bench.rules)
+
+
+def _noise(bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sample]) -> list[Sample]:
+    """Runs no model worth the name: random answers, every second one said to be right, proofs of random bytes."""
+    rng = np.random.default_rng([slot.folder, slot.place])
+    low, high = max(bench.ends) + 1, bench.decoder.config.vocabulary
+    answers = []
+    for row in rows:
+        tokens = rng.integers(low, high, bench.rules.new_tokens_max).astype(np.int32)
+        logprobs = np.full(len(tokens), -0.7, dtype=np.float32)
+        answers.append(_Written(tokens, logprobs, (rng.bytes(len(row.proofs)),)))
+    asked = bench.brief(slot, public_key)
+    rewards = [float(index % 2) for index in range(len(rows))]
+    texts = bench.texts([answer.tokens for answer in answers])
+    return unit_samples(asked, answers, texts, rewards, rows[0].step, bench.rules)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stale:
+    """Never loads new weights: generates with the checkpoint that the run began with, and names the current one."""
+
+    bench: Bench
+    first: int = 0
+
+    def make(self, slot: SlotGiven, public_key: str, version: int) -> MadeUnit:
+        rows = self.bench.make(slot, public_key, self.first if self.bench.version < 0 else self.bench.version).rows
+        return packed([dataclasses.replace(row, step=version) for row in rows])
+
+    def work(self, made: MadeUnit) -> Work:
+        return self.bench.work(made)
+
+
+CHEATS: dict[str, Callable[[Bench], Maker]] = {
+    "rewards-inverted": lambda bench: Edited(bench, _inverted),
+    "noise": lambda bench: Edited(bench, _noise),
+    "weights-stale": lambda bench: Stale(bench),
+}
+
+
+def maker_of(behaviour: str, bench: Bench) -> Maker:
+    """What a worker of this behaviour generates with. Raises ValueError that lists the known ones."""
+    if behaviour == "honest":
+        return bench
+    if behaviour not in CHEATS:
+        raise ValueError(f"behaviour {behaviour!r} is unknown, expected 'honest' or one of {sorted(CHEATS)}")
+    return CHEATS[behaviour](bench)

@@ -1,0 +1,112 @@
+"""What is trained: a decoder with its optimizer, one version's step at a time, and its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from refimpl.grpo.rollout import Sample
+from refimpl.grpo.step import Learner, Policy, StepConfig, StepReport
+from refimpl.grpo.unit import training_samples
+from refimpl.grpo.vault import STATE, WEIGHTS
+from refimpl.model.transformer import Decoder
+from refimpl.model.weights import checkpoint_tensors, load_tensors
+from refimpl.work import Backward, Work
+
+Evaluate = Callable[[Decoder], float]
+"""Greedy accuracy on held-out problems."""
+
+
+class Student:
+    """`grpo.trainer.Student` with a real model. `optimizer_steps`: on each version's batch, which is cut into as many
+    parts; from the second on the policy has moved, and the ratio is taken against the weights that the version began
+    with (π_p), corrected for what lies between those and the engine (w of the loss)."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: StepConfig,
+        *,
+        optimizer_steps: int = 1,
+        online_filter: bool = False,
+        evaluate: Evaluate | None = None,
+        evaluate_every: int = 0,
+    ) -> None:
+        for parameter in decoder.parameters():
+            parameter.requires_grad_(True)
+        self.decoder, self.learner = decoder, Learner(Policy(decoder), config)
+        self.optimizer_steps, self.online_filter = optimizer_steps, online_filter
+        self.evaluate, self.evaluate_every = evaluate, evaluate_every
+        self.version = 0
+        self.size = decoder.config.size(range(len(decoder.layers)))
+
+    def learn(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """One version: the figures of its step, for people and plots."""
+        ready = training_samples(samples, online_filter=self.online_filter)
+        reports: list[StepReport] = []
+        proximal = self.learner.logprobs(ready) if self.optimizer_steps > 1 else None
+        for part in range(self.optimizer_steps):
+            mine = range(part, len(ready), self.optimizer_steps)
+            if not len(mine):
+                continue
+            reports.append(
+                self.learner.step(
+                    [ready[i] for i in mine], proximal=None if proximal is None else [proximal[i] for i in mine]
+                )
+            )
+        self.version += 1
+        figures = batch_figures(samples) | step_figures(reports)
+        figures["skipped_steps"] = self.learner.steps_skipped
+        if self.evaluate is not None and self.evaluate_every and self.version % self.evaluate_every == 0:
+            figures["accuracy"] = self.evaluate(self.decoder)
+        return figures
+
+    def work(self, samples: Sequence[Sample]) -> Work:
+        tokens = sum(len(sample.input_tokens) + len(sample.output_tokens) for sample in samples)
+        mean = round(tokens / len(samples))
+        return Backward(model=self.size, tokens=tokens, sequence_tokens=mean, optimizer_steps=self.optimizer_steps)
+
+    def save(self, folder: Path) -> None:
+        tensors = {name: tensor.contiguous().clone() for name, tensor in checkpoint_tensors(self.decoder).items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        torch.save(self.learner.state() | {"version": self.version}, folder / STATE)
+
+    def load(self, folder: Path) -> None:
+        load_tensors(self.decoder, load_file(folder / WEIGHTS))
+        state = torch.load(folder / STATE, weights_only=True)
+        self.version = state.pop("version")
+        self.learner.load_state(state)
+
+
+def batch_figures(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Of all answers of a version, whether they carry a signal or not."""
+    lengths = [len(sample.output_tokens) for sample in samples]
+    return {
+        "answers": len(samples),
+        "reward_mean": sum(sample.task_reward for sample in samples) / len(samples),
+        "signal_share": sum(sample.advantage != 0.0 for sample in samples) / len(samples),
+        "answer_tokens": sum(lengths),
+    }
+
+
+def step_figures(reports: Sequence[StepReport]) -> dict[str, Any]:
+    """Of the optimizer steps of a version; empty where no answer carried a signal."""
+    if not reports:
+        return {}
+    count = len(reports)
+    means = {
+        name: sum(report.means[name] for report in reports) / count
+        for name in ("ratio", "clipped_low", "clipped_high", "clipped_delta", "behaviour_kl", "mismatch_weight")
+    }
+    return {
+        "loss": sum(report.loss for report in reports) / count,
+        "gradient_norm": max(report.gradient_norm for report in reports),
+        "ratio_max": max(report.ratio_max for report in reports),
+        "entropy": sum(report.means["entropy"] for report in reports) / count,
+        "applied": sum(report.applied for report in reports),
+        **means,
+    }

@@ -1,0 +1,106 @@
+"""What a slot decides, and what a checker says of a file that says otherwise: every column, every way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refimpl.grpo.messages import Offer, SlotGiven
+from refimpl.grpo.rollout import Sample
+from refimpl.training.bench import Bench, packed
+from refimpl.training.watch import idle_shares, overlap_share
+from tests.training_run import scores, small_plan
+
+SLOT = SlotGiven(index=3, folder=2, checkpoint=0, counter=1, place=1)
+KEY = "ab" * 32
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(small_plan(max_age=2), score=scores)
+
+
+@pytest.fixture(scope="module")
+def honest(bench: Bench) -> list[Sample]:
+    return list(bench.make(SLOT, KEY, 0).rows)
+
+
+def code_of(bench: Bench, rows: Any, slot: SlotGiven = SLOT) -> str:
+    made = packed(rows)
+    return bench.inspect(Offer(KEY, slot, made.key, made.file)).code
+
+
+def edited(row: int, **changes: Any) -> Callable[[list[Sample]], list[Sample]]:
+    def edit(rows: list[Sample]) -> list[Sample]:
+        return [dataclasses.replace(sample, **changes) if i == row else sample for i, sample in enumerate(rows)]
+
+    return edit
+
+
+def cut(rows: list[Sample]) -> list[Sample]:
+    last = rows[4]
+    return edited(4, output_tokens=last.output_tokens[:1], output_logprobs=last.output_logprobs[:1])(rows)
+
+
+def other_token(rows: list[Sample]) -> list[Sample]:
+    """Another wrong first digit: the reward stays what it was, the proof does not."""
+    row = next(i for i, sample in enumerate(rows) if sample.task_reward == 0.0)
+    tokens = rows[row].output_tokens.copy()
+    tokens[0] = 3 + (tokens[0] - 3 + 5) % 10
+    return edited(row, output_tokens=tokens)(rows)
+
+
+def test_an_honest_unit_passes_and_is_the_same_every_time(bench: Bench, honest: list[Sample]) -> None:
+    assert code_of(bench, honest) == "ok"
+    assert packed(honest).key == bench.make(SLOT, "cd" * 32, 0).key, "by its place, whoever takes the slot"
+
+
+@pytest.mark.parametrize(
+    ("edit", "code"),
+    [
+        (lambda rows: rows[:-1], "bad_shape"),
+        (edited(1, step=1), "wrong_version"),
+        (lambda rows: [dataclasses.replace(row, step=3) for row in rows], "wrong_version"),
+        (edited(2, problem_id="addition/0/0/train/1"), "wrong_problem"),
+        (edited(2, input_tokens=np.array([3, 4], dtype=np.int32)), "wrong_problem"),
+        (edited(6, seed=1), "wrong_problem"),
+        (edited(0, temperature=0.5), "wrong_problem"),
+        (cut, "bad_answer"),
+        (edited(7, reward=0.5), "wrong_reward"),
+        (edited(7, advantage=9.0), "wrong_reward"),
+        (edited(7, proofs=b"\x01" * 258), "bad_proof"),
+        (edited(7, proofs=b""), "bad_proof"),
+        (other_token, "bad_proof"),
+        (lambda rows: [dataclasses.replace(r, output_logprobs=r.output_logprobs - 2) for r in rows], "bad_proof"),
+    ],
+)  # fmt: skip
+def test_whatever_is_not_as_the_slot_has_it_is_named(
+    edit: Callable[[list[Sample]], list[Sample]], code: str, bench: Bench, honest: list[Sample]
+) -> None:
+    assert code_of(bench, edit(honest)) == code
+
+
+def test_a_unit_of_another_slot_is_refused(bench: Bench, honest: list[Sample]) -> None:
+    assert code_of(bench, honest, dataclasses.replace(SLOT, place=0)) == "wrong_problem"
+    assert code_of(bench, honest, dataclasses.replace(SLOT, checkpoint=1)) == "wrong_version"
+
+
+def test_idle_and_overlap_are_counted_between_the_first_and_the_last_step() -> None:
+    def busy(node: str, what: str, start_s: float, end_s: float) -> dict[str, Any]:
+        return {"kind": "busy", "node": node, "what": what, "start_s": start_s, "end_s": end_s}
+
+    events = [
+        busy("t", "train", 10.0, 12.0),
+        busy("w", "generate", 8.0, 11.0),
+        busy("w", "generate", 12.0, 15.0),
+        busy("t", "train", 18.0, 20.0),
+    ]
+    assert [(idle.node, idle.share) for idle in idle_shares(events, ["t", "w"])] == [
+        ("t", pytest.approx(0.6)),
+        ("w", pytest.approx(0.6)),
+    ]
+    assert overlap_share(events) == pytest.approx(1 / 9)  # 10 to 11, of 8 to 15 and 18 to 20
