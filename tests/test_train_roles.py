@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from refimpl.grpo.vault import WEIGHTS
+from refimpl.grpo.vault import WEIGHTS, Vault, VaultError
 from refimpl.training.plain import PlainRun, run_plain
 from refimpl.training.plan import TrainPlan
 from refimpl.worlds.local import LocalFabric
@@ -141,8 +140,7 @@ def test_without_a_verifier_the_cheat_is_trained(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    run = TrainingRun(small_plan(steps=1), tmp_path)
-    run.run(run.finish())
-    other: Any = TrainingRun(small_plan(steps=1, run_seed=7), tmp_path)
-    with pytest.raises(Exception, match="belongs to run 'train-0', this is run 'train-7'"):
-        other.run(other.finish())
+    Vault(tmp_path, "train-0", keep=2)
+    Vault(tmp_path, "train-0", keep=2)
+    with pytest.raises(VaultError, match="belongs to run 'train-0', this is run 'train-7'"):
+        Vault(tmp_path, "train-7", keep=2)
