@@ -9,7 +9,8 @@ from pathlib import Path
 from sim.compare import diff, replay
 from sim.explain import NoRun, why
 from sim.progress import Progress
-from sim.scenario import CALIBRATED, Scenario, ScenarioError, known_scenarios, load_scenario
+from sim.real_models import model_folder, require_processes, require_use_of
+from sim.scenario import ScenarioError, known_scenarios, load_scenario
 
 
 def _seed(text: str) -> int:
@@ -70,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     scenario = load_scenario(options.scenario)
+    require_use_of(options.model, scenario)
     seed = scenario.seed if options.seed is None else options.seed
     name = Path(options.scenario).stem
     with Progress(name) as shown:
@@ -77,44 +79,25 @@ def _run(options: argparse.Namespace) -> int:
         # imported here: a bad scenario is refused at once, without waiting for what runs it
         from sim.run import run_scenario
 
-        path = _model(options, scenario)
+        path = model_folder(scenario, options.model)
     result = run_scenario(scenario, name=name, seed=seed, model_path=path, runs=options.runs, trace=options.trace)
     return 0 if result.ok else 1
 
 
-def _model(options: argparse.Namespace, scenario: Scenario) -> str:
-    """The folder of the model that is to run, made when it is missing; CALIBRATED where none does. Raises
-    ScenarioError."""
-    wanted = options.model or scenario.model_path
-    if scenario.model is None or wanted is None:
-        return CALIBRATED
-    # imported here: only what runs a model needs its library
-    from refimpl.engine import set_threads
-    from refimpl.model.prepare import PrepareError, prepare
-
-    set_threads()
-    try:
-        return str(prepare(wanted))
-    except PrepareError as error:
-        raise ScenarioError(str(error)) from None
-
-
 def _swarm(options: argparse.Namespace) -> int:
     scenario = load_scenario(options.scenario)
-    wanted = options.model or scenario.model_path
-    if wanted is None:
-        raise ScenarioError(f"{options.scenario} has no real model to run; real processes need one")
+    require_processes(scenario)
     seed = scenario.seed if options.seed is None else options.seed
     name = Path(options.scenario).stem
     # imported here: a bad scenario is refused at once, without waiting for what runs it
     if options.compare:
         from sim.likeness import compare_worlds
 
-        path = _model(options, scenario)
+        path = model_folder(scenario, options.model)
         return 0 if compare_worlds(scenario, name=name, seed=seed, model_path=path, runs=options.runs).alike else 1
     from sim.processes import run_processes
 
-    path = _model(options, scenario)
+    path = model_folder(scenario, options.model)
     return 0 if run_processes(scenario, name=f"swarm-{name}", seed=seed, model_path=path, runs=options.runs).ok else 1
 
 

@@ -100,13 +100,20 @@ def replay(folder: Path) -> tuple[bool, str]:
     recorded = read_json(folder, "replay.json")
     # imported here: a folder that is no run is refused at once, without waiting for the model's library
     from sim.run import run_scenario
-    from sim.scenario import Scenario
+    from sim.scenario import check_raw
 
-    scenario = Scenario.model_validate(recorded["scenario"])
+    scenario = check_raw(recorded["scenario"], str(folder / "replay.json"))
     name, seed, model = recorded["name"], recorded["seed"], recorded["model_path"]
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         again = run_scenario(
-            scenario, name=name, seed=seed, model_path=model, runs=Path(scratch), say=lambda line: None, trace=False
+            scenario,
+            name=name,
+            seed=seed,
+            model_path=model,
+            runs=Path(scratch),
+            say=lambda line: None,
+            trace=False,
+            prices_s=recorded.get("prices_s"),
         )
         parting = first_difference(folder / "events.jsonl", again.folder / "events.jsonl")
     if parting is None:

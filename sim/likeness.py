@@ -19,14 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from refimpl.work import Work
 from sim.explain import read_json
 from sim.processes import run_processes
 from sim.real_checks import read_calls
 from sim.record import read_events
-from sim.run import RunResult, run_scenario
+from sim.run import Prices, RunResult, run_scenario
 from sim.scenario import Scenario
-from sim.world import Pricer
 
 BOUND = 0.10
 FLOOR_S = 1.0
@@ -116,28 +114,23 @@ def compare_worlds(
         runs=runs,
         say=say,
         trace=True,
-        prices=measured_prices(events, [member.name for member in scenario.members()]),
+        prices_s=measured_prices(events, [member.name for member in scenario.members()]),
     )
     likeness = compare(scenario, simulated, real, bound)
     say(likeness.table())
     return likeness
 
 
-def measured_prices(events: Iterable[Event], names: Iterable[str]) -> dict[str, Pricer]:
+def measured_prices(events: Iterable[Event], names: Iterable[str]) -> Prices:
     """What each node's device took in a real run: the median by sort of work; nothing for work that it never did."""
     taken_s: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:
         if event["kind"] == "compute":
             taken_s[event["node"], event["work"]].append((event["end_ns"] - event["start_ns"]) / 1e9)
-    typical_s = {key: median(values) for key, values in taken_s.items()}
-
-    def pricer(name: str) -> Pricer:
-        def price(work: Work) -> float:
-            return typical_s.get((name, type(work).__name__), 0.0)
-
-        return price
-
-    return {name: pricer(name) for name in names}
+    prices: dict[str, dict[str, float]] = {name: {} for name in names}
+    for (node, work), values in taken_s.items():
+        prices.setdefault(node, {})[work] = median(values)
+    return prices
 
 
 def compare(scenario: Scenario, simulated: RunResult, real: RunResult, bound: float = BOUND) -> Likeness:

@@ -24,6 +24,7 @@ from sim.journals import Journals
 from sim.kinds.swarm import RESTS, Swarm, begin
 from sim.progress import Progress
 from sim.real_checks import check_events, checks_json, waits_of_calls, write_waits
+from sim.real_models import require_processes
 from sim.run import RunResult, conclude
 from sim.scenario import Scenario
 
@@ -53,6 +54,7 @@ def run_processes(
 
     Raises ScenarioError for what cannot be done for real, SwarmFailed when a process did not start.
     """
+    require_processes(scenario)
     folder = runs / f"{name}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)  # of an earlier run: there is one when this one is over

@@ -32,6 +32,9 @@ from sim.report import write_report
 from sim.scenario import Scenario
 from sim.world import Pricer, SimFabric, SimWorld
 
+Prices = Mapping[str, Mapping[str, float]]
+"""Node -> sort of work, as its class is called -> seconds that one piece takes; 0 for what is not there."""
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -59,12 +62,13 @@ def run_scenario(
     say: Callable[[str], None] = print,
     trace: bool | None = None,
     progress: bool = True,
-    prices: Mapping[str, Pricer] | None = None,
+    prices_s: Prices | None = None,
 ) -> RunResult:
     """Run `scenario` and leave `runs/NAME-SEED/` behind, whether it finished, got stuck or broke (`RunResult.ended`).
 
-    `trace`: whether to draw `trace.json`; None: when there are few enough nodes to look at. `prices`: what work costs
-    on each node, by name, instead of what its device's figures say. Raises ScenarioError for what cannot be run.
+    `trace`: whether to draw `trace.json`; None: when there are few enough nodes to look at. `prices_s`: what work
+    costs on each node instead of what its device's figures say; a replay uses them again. Raises ScenarioError for
+    what cannot be run.
     """
     started_s = time.monotonic()
     with Progress(name, shown=progress) as shown:
@@ -80,13 +84,14 @@ def run_scenario(
             shown.turn_to("making nodes")
             fabric, network = build(scenario, seed, log)
             over = Oversight(scenario, play, fabric, network, log, trace=trace, folder=folder)
-            over.over(lambda: _drive(scenario, seed, fabric, network, play, log, shown, prices))
+            over.over(lambda: _drive(scenario, seed, fabric, network, play, log, shown, prices_s))
         finally:
             log.close()
         shown.turn_to("checking promises")
         virtual_s = fabric.now_s()
         violations = over.violations()
-        over.leave({"scenario": scenario.as_plain(), "name": name, "seed": seed, "model_path": model_path})
+        recorded = {"scenario": scenario.as_plain(), "name": name, "seed": seed, "model_path": model_path}
+        over.leave(recorded | ({} if prices_s is None else {"prices_s": prices_s}))
         carrier = cast(FlowCarrier, fabric.carrier)
         _leave_places(folder, scenario, carrier, [world.name for world in fabric.by_index])
         shown.turn_to("looking for what is left")
@@ -103,6 +108,10 @@ def run_scenario(
     return result
 
 
+def _pricer(by_work_s: Mapping[str, float]) -> Pricer:
+    return lambda work: by_work_s.get(type(work).__name__, 0.0)
+
+
 def _drive(
     scenario: Scenario,
     seed: int,
@@ -111,7 +120,7 @@ def _drive(
     play: Play,
     log: EventLog,
     shown: Progress,
-    given_prices: Mapping[str, Pricer] | None,
+    prices_s: Prices | None,
 ) -> bool:
     """Let every node live and work until the busy ones have done their part (True), or the scenario's time is up."""
     members = {member.name: member for member in scenario.members()}
@@ -132,7 +141,10 @@ def _drive(
         world.spawn(part(world), members[world.name].group.role)
 
     async def main() -> bool:
-        prices = given_prices or {name: find_device(member.group.device).price for name, member in members.items()}
+        prices = {
+            name: find_device(member.group.device).price if prices_s is None else _pricer(prices_s.get(name, {}))
+            for name, member in members.items()
+        }
         life = Life(fabric, network, prices=prices, start=start)
         faults = [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults]
         life.begin(list(members), random_lives(scenario, seed), faults)

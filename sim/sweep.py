@@ -31,7 +31,8 @@ from scipy.stats import t as student_t
 
 from sim.explain import FINISHED
 from sim.progress import Progress
-from sim.scenario import CALIBRATED, ScenarioError, check_raw, read_raw, scenario_path
+from sim.real_models import model_folder, require_use_of
+from sim.scenario import ScenarioError, check_raw, read_raw, scenario_path
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def with_setting(raw: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     changed = copy.deepcopy(raw)
     first, *rest = path.split(".")
     if first in ("nodes", "links"):
+        if not rest:
+            raise ScenarioError(f"--set {path}: {first}.FIELD or {first}.GROUP.FIELD was expected")
         groups = [group for group in changed["nodes"] if len(rest) == 1 or group["name"] == rest[0]]
         if not groups or len(rest) not in (1, 2):
             names = ", ".join(group["name"] for group in changed["nodes"])
@@ -135,7 +138,8 @@ def cells_of(
         changed = raw
         for (field, _), value in zip(settings, values, strict=True):
             changed = with_setting(changed, field, value)
-        check_raw(changed, f"{path.name} with {', '.join(map(str, values))}" if values else path.name)
+        checked = check_raw(changed, f"{path.name} with {', '.join(map(str, values))}" if values else path.name)
+        require_use_of(model, checked)
         key = hashlib.sha256(json.dumps([changed, model], sort_keys=True).encode()).hexdigest()[:12]
         chosen = tuple((field, value) for (field, _), value in zip(settings, values, strict=True))
         cells += [Cell(chosen, first_seed + i, changed, model, key) for i in range(seeds)]
@@ -159,14 +163,8 @@ def run_cell(cell: Cell, name: str, runs: Path) -> dict[str, Any]:
     # imported here: in the process that runs it, and not for a sweep that is refused
     from sim.run import run_scenario
 
-    scenario, path = check_raw(cell.raw, name), CALIBRATED
-    wanted = cell.model or scenario.model_path
-    if scenario.model is not None and wanted is not None:
-        from refimpl.engine import set_threads
-        from refimpl.model.prepare import prepare
-
-        set_threads(os.cpu_count() or 1)  # one run a core
-        path = str(prepare(wanted))
+    scenario = check_raw(cell.raw, name)
+    path = model_folder(scenario, cell.model, at_once=os.cpu_count() or 1)  # one run a core
     result = run_scenario(
         scenario, name=folder_name, seed=cell.seed, model_path=path, runs=runs, say=lambda line: None, progress=False
     )
@@ -186,20 +184,18 @@ def sweep(
 ) -> tuple[Path, bool]:
     """Run everything that has not been run, and leave table and plot in a folder of their own. Returns it, and whether
     every run kept its promises (one that did not is in runs.csv, and in no mean)."""
+    if seeds < 1:
+        raise ScenarioError(f"--seeds is {seeds}; at least 1 was expected")
+    if jobs == 0:
+        raise ScenarioError("--jobs is 0; a number of processes was expected, or -1 for one a core")
     name = Path(scenario).stem
     cells = cells_of(scenario, settings, seeds, model)
     if figures is None:
         figures = check_raw(cells[0].raw, name).rules.figures
+    context: dict[str, Any] = {"backend": "loky", "n_jobs": jobs} if dask is None else {"backend": "dask"}
+    workers = contextlib.nullcontext() if dask is None else _client_of(dask)
     folder = runs / f"sweep-{name}"
     folder.mkdir(parents=True, exist_ok=True)
-    context: dict[str, Any] = {"backend": "loky", "n_jobs": jobs}
-    workers: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if dask is not None:
-        try:
-            from dask.distributed import Client
-        except ImportError:
-            raise ScenarioError("--dask needs the package distributed: pip install 'armillary[dask]'") from None
-        workers, context = Client(dask), {"backend": "dask"}
     summaries: list[dict[str, Any]] = []
     counts = Counter({"done": 0, "of": len(cells)})
     with Progress(f"sweep {name}", None, lambda: counts["done"] / len(cells), counts) as shown:
@@ -231,6 +227,19 @@ def sweep(
     print(text)
     print(f"{folder}/: table.md, runs.csv, sweep.png")
     return folder, len(good) == len(rows)
+
+
+def _client_of(address: str) -> contextlib.AbstractContextManager[Any]:
+    """Joblib runs on the workers of this Dask scheduler while it is open. Raises ScenarioError when it is not there."""
+    try:
+        from dask.distributed import Client
+    except ImportError:
+        raise ScenarioError("--dask needs the package distributed: pip install 'armillary[dask]'") from None
+    try:
+        client: contextlib.AbstractContextManager[Any] = Client(address)
+    except (OSError, ValueError) as error:  # nobody there; no address
+        raise ScenarioError(f"--dask {address}: no Dask scheduler was reached: {error}") from None
+    return client
 
 
 def _groups(

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from refimpl.work import Seconds, Verify
+from sim.compare import replay
 from sim.faults import FaultPart
 from sim.likeness import BOUND, Likeness, Row, assignments_s, compare_worlds, history, measured_prices, verdicts
 from sim.likeness import _histories_that_differ as histories_that_differ
 from sim.likeness import _verdicts_that_differ as verdicts_that_differ
-from sim.scenario import Scenario, load_scenario
+from sim.record import read_events
+from sim.run import run_scenario
+from sim.scenario import Scenario, check_raw, load_scenario, read_raw, scenario_path
 from tests.paths import TINY_MODEL
 
 
@@ -109,5 +111,23 @@ def test_work_costs_what_it_took_on_that_node() -> None:
         return {"kind": "compute", "node": "w", "work": work, "start_ns": 0, "end_ns": round(seconds * 1e9)}
 
     prices = measured_prices([computed("Verify", 1.0), computed("Verify", 2.0), computed("Verify", 9.0)], ["w", "x"])
-    work = Verify(tokens=1, hidden=1)
-    assert (prices["w"](work), prices["x"](work), prices["w"](Seconds(duration_s=5.0))) == (2.0, 0.0, 0.0)
+    assert prices == {"w": {"Verify": 2.0}, "x": {}}
+
+
+def test_a_run_at_measured_prices_is_replayed_at_them(tmp_path: Path) -> None:
+    """A second for each generation: the replay, without being told, charges a second too."""
+    raw = read_raw(scenario_path("churn"))
+    raw |= {"duration_s": 300.0, "faults": []}
+    for group in raw["nodes"]:
+        group.pop("life", None)
+        group["count"] = 1
+    scenario = check_raw(raw, "churn")
+    prices = {member.name: {"Several": 1.0} for member in scenario.members()}
+    run = run_scenario(
+        scenario, name="priced", seed=3, model_path="calibrated", runs=tmp_path,
+        say=lambda line: None, progress=False, prices_s=prices,
+    )  # fmt: skip
+    computed = [event for event in read_events(run.folder / "events.jsonl") if event["kind"] == "compute"]
+    assert computed and all(event["end_ns"] - event["start_ns"] == 10**9 for event in computed)
+    same, text = replay(run.folder)
+    assert same, text
