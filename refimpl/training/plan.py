@@ -28,7 +28,7 @@ class TrainPlan:
     level: int = 0
     dataset_length: int = 7364  # problems 0 … n - 1 of the task's training split
     # -- the batch --
-    steps: int = 120  # versions to make
+    steps: int = 240  # versions to make
     units_per_step: int = 4
     problems_per_unit: int = 8
     group: int = 16
