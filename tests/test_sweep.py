@@ -131,7 +131,8 @@ def test_a_sweep_on_dask_workers_leaves_what_one_on_cores_does(tmp_path: Path) -
     distributed = pytest.importorskip("distributed", reason="needs the extra dask: pip install 'armillary[dask]'")
     settings = [("verifier.thresholds", ["paper", "deployed"])]
     local, _ = sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path / "cores", jobs=1)
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+    # two workers: with one, joblib computes here
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
         address = cluster.scheduler_address
         there, kept = sweep("adversarial-tiny", settings, seeds=1, runs=tmp_path / "dask", dask=address)
         with distributed.Client(address) as client:
