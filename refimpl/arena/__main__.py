@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from refimpl.arena.bench import CALIBRATION, RECOMPUTED, ROOT, SETTINGS, Bench
+from refimpl.arena.bench import CALIBRATION, RECOMPUTED, ROOT, SETTINGS, Bench, load, save
 from refimpl.arena.cost import costs
 from refimpl.arena.cost import markdown as cost_table
-from refimpl.arena.judge import Limits, calibrate, judge
+from refimpl.arena.judge import Cell, Limits, calibrate, judge
 from refimpl.arena.noise import atlas
 from refimpl.arena.noise import markdown as noise_table
 from refimpl.arena.plots import draw
@@ -39,6 +40,13 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+def verifiers_key(limits: Limits) -> str:
+    """Judged cells are kept as long as neither a limit nor a verifier's source changes."""
+    sources = sorted([*(ROOT / "refimpl" / "toploc").glob("*.py"), *(ROOT / "refimpl" / "arena").glob("[jv]*.py")])
+    content = json.dumps(limits, sort_keys=True).encode() + b"".join(path.read_bytes() for path in sources)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def run(options: argparse.Namespace) -> int:
     """Judge all behaviours of a setting, and write tables and pictures."""
     bench = Bench(SETTINGS[options.setting], options.made)
@@ -49,24 +57,28 @@ def run(options: argparse.Namespace) -> int:
         chosen = [
             n
             for n in CALIBRATED_ON
-            if time.monotonic() < until or bench.made(n, setting.calibration_sequences, CALIBRATION)
+            if not options.kept_only or bench.made(n, setting.calibration_sequences, CALIBRATION)
         ]
         limits = calibrate(bench, chosen, setting.calibration_sequences)
         known = json.loads(limits_path.read_text(encoding="utf-8")) if limits_path.exists() else {}
         write_json(limits_path, known | {setting.name: limits})
         print(f"limits from {', '.join(chosen)}: " + ", ".join(f"{k} {v:.4g}" for k, v in limits.items()))
-    cells = {}
+    cells: dict[str, Cell] = {}
+    key = verifiers_key(limits)
     for behaviour in [RECOMPUTED, *HONEST, *ATTACKS]:
         count = setting.sequences if behaviour in ATTACKS else setting.honest_sequences
         if options.only and behaviour in ATTACKS and behaviour not in options.only:
             continue
-        if time.monotonic() > until and not bench.made(behaviour, count):
-            print(f"{behaviour:<20} left out: no time left; the same command goes on here")
+        kept = bench.folder / behaviour / f"{count}-{key}.cell"
+        if not kept.exists() and (time.monotonic() > until or (options.kept_only and not bench.made(behaviour, count))):
+            print(f"{behaviour:<20} left out; the same command without --kept-only and --minutes makes it")
             continue
         if behaviour == RECOMPUTED:
             list(bench.batches(behaviour, count))
             continue
-        cells[behaviour] = judge(bench, behaviour, count, limits)
+        if not kept.exists():
+            save(kept, judge(bench, behaviour, count, limits))
+        cells[behaviour] = load(kept)
         print(
             f"{behaviour:<20} " + "  ".join(f"{p} {cells[behaviour].rate(p)}" for p in ("published", "default")),
             flush=True,
@@ -115,7 +127,8 @@ def main() -> int:
     one.add_argument("setting", choices=SETTINGS)
     one.add_argument("--into", type=Path, default=RESULTS)
     one.add_argument("--only", nargs="*", help="attacks (default: all)")
-    one.add_argument("--minutes", type=float, default=1e6, help="make no further cells after that long")
+    one.add_argument("--minutes", type=float, default=1e6, help="begin no further cells after that long")
+    one.add_argument("--kept-only", action="store_true", help="judge what was made already, make nothing")
     one.add_argument("--calibrate", action="store_true", help="set the limits anew")
     one = commands.add_parser("cost", help="what verifying costs, against a prefill and against generating")
     one.add_argument("setting", choices=SETTINGS)

@@ -153,10 +153,10 @@ class Bench:
         for at in range(first, first + count, size):
             path = self.folder / behaviour / f"{at}.pt"
             wanted = min(size, first + count - at)
-            batch: Batch | None = _load(path)
+            batch: Batch | None = load(path)
             if batch is None or len(batch.sent) < wanted:
                 batch = self.deal(behaviour, range(at, at + wanted))
-                _save(path, batch)
+                save(path, batch)
             yield Batch(sent=batch.sent[:wanted], work=batch.work, cpu_s=batch.cpu_s)
 
     def deal(self, behaviour: str, indices: Sequence[int]) -> Batch:
@@ -182,7 +182,7 @@ class Bench:
 
     def _opened(self, behaviour: str, batch: Batch) -> list[Opened]:
         path = self.folder / behaviour / f"{batch.sent[0].index}.opened"
-        opened: list[Opened] | None = _load(path)
+        opened: list[Opened] | None = load(path)
         if opened is None or len(opened) < len(batch.sent):
             prompts = [self.prompt(sent.index) for sent in batch.sent]
             replays = self.verifier.replay(prompts, [sent.tokens for sent in batch.sent])
@@ -190,7 +190,7 @@ class Bench:
                 open_answer(replay, self.seed(sent.index), self.shop.sampling)
                 for replay, sent in zip(replays, batch.sent, strict=True)
             ]
-            _save(path, opened)
+            save(path, opened)
         return opened[: len(batch.sent)]
 
     @cached_property
@@ -204,7 +204,7 @@ class Bench:
         folder = self.folder / RECOMPUTED
         found: dict[int, np.ndarray] = {}
         for path in sorted(folder.glob("*.pt")):
-            batch = _load(path)
+            batch = load(path)
             assert isinstance(batch, Batch)
             found |= {sent.index: sent.tokens for sent in batch.sent}
         return found
@@ -223,11 +223,13 @@ class Bench:
         )
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
+    """What was saved there; None if nothing was."""
     return torch.load(path, weights_only=False) if path.exists() else None  # our own file
 
 
-def _save(path: Path, content: Any) -> None:
+def save(path: Path, content: Any) -> None:
+    """Whole or not at all: a run may be ended at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + ".partial")
     torch.save(content, partial)

@@ -31,14 +31,14 @@ def limit_for(scores: Sequence[float], least: float, budget: float = FALSE_POSIT
     largest that was seen, nor below `least`.
 
     exp(m + z_{1−budget} · s), with m and s of the logarithms. The tail is an assumption: the arena measures what comes
-    of it on other answers. Scores below a hundredth of `least` count as that.
+    of it on other answers. Scores below a quarter of `least` count as that.
     """
     x = np.asarray(scores, dtype=np.float64)
     if len(x) < 4 or not np.isfinite(x).all() or least <= 0:
         raise ValueError(f"{len(x)} honest scores and a least of {least}; expected at least 4, finite, and above 0")
-    logs = np.log(np.maximum(x, least / 100))
+    logs = np.log(np.maximum(x, least / 4))
     fitted = math.exp(float(logs.mean()) + float(stats.norm.ppf(1 - budget)) * float(logs.std(ddof=1)))
-    if (x < least / 100).mean() > 0.25:  # a heap at nothing and a tail: no log-normal
+    if (x < least / 4).mean() > 0.5:  # a heap at nothing and a tail: no log-normal
         fitted = 2 * float(x.max())
     return max(fitted, float(x.max()), least)
 
