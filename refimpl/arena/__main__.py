@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 import time
@@ -15,7 +14,7 @@ import torch
 from refimpl.arena.bench import CALIBRATION, RECOMPUTED, ROOT, SETTINGS, Bench, load, save
 from refimpl.arena.cost import costs
 from refimpl.arena.cost import markdown as cost_table
-from refimpl.arena.judge import Cell, Limits, calibrate, judge
+from refimpl.arena.judge import Cell, Limits, calibrate, cell_path, judge
 from refimpl.arena.noise import atlas
 from refimpl.arena.noise import markdown as noise_table
 from refimpl.arena.plots import draw
@@ -40,13 +39,6 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def verifiers_key(limits: Limits) -> str:
-    """Judged cells are kept as long as neither a limit nor a verifier's source changes."""
-    sources = sorted([*(ROOT / "refimpl" / "toploc").glob("*.py"), *(ROOT / "refimpl" / "arena").glob("[jv]*.py")])
-    content = json.dumps(limits, sort_keys=True).encode() + b"".join(path.read_bytes() for path in sources)
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 def run(options: argparse.Namespace) -> int:
     """Judge all behaviours of a setting, and write tables and pictures."""
     bench = Bench(SETTINGS[options.setting], options.made)
@@ -64,12 +56,11 @@ def run(options: argparse.Namespace) -> int:
         write_json(limits_path, known | {setting.name: limits})
         print(f"limits from {', '.join(chosen)}: " + ", ".join(f"{k} {v:.4g}" for k, v in limits.items()))
     cells: dict[str, Cell] = {}
-    key = verifiers_key(limits)
     for behaviour in [RECOMPUTED, *HONEST, *ATTACKS]:
         count = setting.sequences if behaviour in ATTACKS else setting.honest_sequences
         if options.only and behaviour in ATTACKS and behaviour not in options.only:
             continue
-        kept = bench.folder / behaviour / f"{count}-{key}.cell"
+        kept = cell_path(bench, behaviour, count, limits)
         if not kept.exists() and (time.monotonic() > until or (options.kept_only and not bench.made(behaviour, count))):
             print(f"{behaviour:<20} left out; the same command without --kept-only and --minutes makes it")
             continue

@@ -7,9 +7,12 @@ one is honest now and then); no verdict is no detection.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +65,13 @@ class Cell:
     sent_bytes: dict[str, int] = field(default_factory=dict)
     margins: list[np.ndarray] = field(default_factory=list)  # clipped, per answer that counts
 
+    def first(self, count: int) -> Cell:
+        """The same for its first answers. Costs and bytes stay those of all."""
+        cut = replace(self, tokens=self.tokens[:count], cheated=self.cheated[:count])
+        cut.scores = {name: values[:count] for name, values in self.scores.items()}
+        cut.verdicts = {name: values[:count] for name, values in self.verdicts.items()}
+        return cut
+
     def rate(self, verifier: str) -> Rate:
         """Of one verifier, or of a policy: rejected if any member rejects."""
         members = POLICIES.get(verifier, (verifier,))
@@ -71,6 +81,14 @@ class Cell:
             if counts or self.behaviour in HONEST
         ]
         return Rate(hits=sum(rejected), trials=len(rejected))
+
+
+def cell_path(bench: Bench, behaviour: str, count: int, limits: Mapping[str, float]) -> Path:
+    """Where a judged cell is kept, as long as neither a limit nor a verifier's source changes."""
+    folder = Path(__file__).parent
+    sources = [folder / "verifier.py", folder / "verifiers.py", *sorted((folder.parent / "toploc").glob("*.py"))]
+    content = json.dumps(dict(limits), sort_keys=True).encode() + b"".join(path.read_bytes() for path in sources)
+    return bench.folder / behaviour / f"{count}-{hashlib.sha256(content).hexdigest()[:16]}.cell"
 
 
 def commitments(verifier: Verifier, answers: Sequence[Any], edit: Any) -> list[tuple[bytes, ...]]:

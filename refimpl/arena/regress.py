@@ -18,8 +18,8 @@ from typing import Any
 
 from scipy import stats
 
-from refimpl.arena.bench import RECOMPUTED, ROOT, SETTINGS, Bench
-from refimpl.arena.judge import Rate, judge
+from refimpl.arena.bench import RECOMPUTED, ROOT, SETTINGS, Bench, load
+from refimpl.arena.judge import Cell, Rate, cell_path, judge
 from refimpl.arena.verifiers import POLICIES, VERIFIERS
 from refimpl.attacks.catalogue import ATTACKS
 from refimpl.attacks.honest import HONEST
@@ -48,12 +48,19 @@ SUITE = (
 
 
 def measure(part: Part, limits: Mapping[str, float], made: Path | None = None) -> Rates:
-    """All rates of one part. Its sequences are made now, or taken from `made`, where a run has kept them."""
-    names = [*VERIFIERS, *POLICIES]
+    """All rates of one part. Its sequences are made now, or taken from `made`, where `run` has kept them and judged
+    them with these limits."""
+    setting = SETTINGS[part.setting]
     with tempfile.TemporaryDirectory() as fresh:
-        bench = Bench(SETTINGS[part.setting], made or Path(fresh))
-        list(bench.batches(RECOMPUTED, part.sequences))
-        cells = {name: judge(bench, name, part.sequences, limits) for name in part.behaviours}
+        bench = Bench(setting, made or Path(fresh))
+        if made is None:
+            list(bench.batches(RECOMPUTED, part.sequences))
+        cells: dict[str, Cell] = {}
+        for name in part.behaviours:
+            count = setting.honest_sequences if name in HONEST else setting.sequences
+            kept = load(cell_path(bench, name, count, limits)) if made else None
+            cells[name] = kept.first(part.sequences) if kept else judge(bench, name, part.sequences, limits)
+    names = [*VERIFIERS, *POLICIES]
     return {b: {n: [(rate := cell.rate(n)).hits, rate.trials] for n in names} for b, cell in cells.items()}
 
 
