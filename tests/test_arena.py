@@ -22,7 +22,7 @@ from refimpl.arena.economics import REFERENCE, Stakes, seconds
 from refimpl.arena.judge import Rate, calibrate, judge
 from refimpl.arena.noise import atlas, tensor_parallel
 from refimpl.arena.plugin import Arena
-from refimpl.arena.regress import differences
+from refimpl.arena.regress import BASELINE, SUITE, differences
 from refimpl.arena.report import markdown, results
 from refimpl.arena.stats import interval, limit_for, roc, tokens_to_detect, upper_bound
 from refimpl.arena.verifier import Case, Finding, Verifier
@@ -218,6 +218,13 @@ def test_only_a_change_for_the_worse_is_a_regression() -> None:
     assert rose.startswith("honest before v: false positives rose from 0 of 100")
     (gone,) = differences(before, rates(honest={"v": [0, 100]}, greedy={"v": [90, 100]}))
     assert gone == "greedy before w: not measured any more"
+
+
+def test_the_committed_baseline_fits_the_tables() -> None:
+    baseline = json.loads(BASELINE.read_text(encoding="utf-8"))
+    assert {part.setting: set(part.behaviours) for part in SUITE}["tiny"] == set(baseline["tiny"]) >= set(ATTACKS)
+    for verifiers in baseline["tiny"].values():
+        assert set(verifiers) == {*VERIFIERS, *POLICIES}
 
 
 # ---------------------------------------------------------------------------------------------------------- noise

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
+PIECE = 8  # neighbouring tokens that are taken together
 FALSE_POSITIVE_BUDGET = 1e-3  # for one verifier and one answer
 
 
@@ -72,10 +73,12 @@ def tokens_to_detect(
     if not all(pools):
         return math.inf
 
+    (low, low_sd), (high, high_sd) = (_piece_statistics(pool) for pool in pools)
+    z_false, z_miss = stats.norm.ppf(1 - false_positive_rate), stats.norm.ppf(power)
+
     def enough(tokens: int) -> bool:
-        (low, low_sd), (high, high_sd) = (_mean_of(pool, tokens) for pool in pools)
-        z_false, z_miss = stats.norm.ppf(1 - false_positive_rate), stats.norm.ppf(power)
-        return bool(low + z_false * low_sd < high - z_miss * high_sd)
+        root = math.sqrt(max(1, tokens // PIECE))
+        return bool(low + z_false * low_sd / root < high - z_miss * high_sd / root)
 
     least, most = 1, 1
     while not enough(most):
@@ -88,9 +91,7 @@ def tokens_to_detect(
     return float(most)
 
 
-def _mean_of(pool: Sequence[np.ndarray], tokens: int) -> tuple[float, float]:
-    """Mean and standard deviation of the mean of `tokens` values, from pieces of up to eight neighbours."""
-    piece = min(8, tokens)
-    means = np.array([values[a : a + piece].mean() for values in pool for a in range(0, len(values), piece)])
-    pieces = max(1, tokens // piece)
-    return float(means.mean()), float(means.std(ddof=1) / math.sqrt(pieces)) if len(means) > 1 else math.inf
+def _piece_statistics(pool: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Mean and standard deviation of the means of `PIECE` neighbours."""
+    means = np.array([values[at : at + PIECE].mean() for values in pool for at in range(0, len(values), PIECE)])
+    return float(means.mean()), float(means.std(ddof=1)) if len(means) > 1 else math.inf
