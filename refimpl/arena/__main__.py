@@ -88,7 +88,8 @@ def cost(options: argparse.Namespace) -> int:
     bench = Bench(SETTINGS[options.setting], options.made)
     torch.set_num_threads(1)
     found = list(costs(bench, options.lengths, options.batches))
-    command = f"python -m refimpl.arena cost {options.setting}"
+    lengths, batches = (" ".join(map(str, numbers)) for numbers in (options.lengths, options.batches))
+    command = f"python -m refimpl.arena cost {options.setting} --lengths {lengths} --batches {batches}"
     text = cost_table(found, command)
     print(text)
     (options.into / f"{options.setting}-cost.md").write_text(
