@@ -25,7 +25,7 @@ from refimpl.engine import Replay
 from refimpl.model.attention import KERNELS
 from refimpl.model.sampler import sample
 from refimpl.model.transformer import Decoder, Layer, Step, linear, rms_norm
-from refimpl.toploc.check import verify_proofs
+from refimpl.toploc.check import ChunkScore, verify_proofs
 from refimpl.toploc.projection import decode, project, relative_distances
 from refimpl.toploc.sampling_proof import clipped, margins
 
@@ -156,7 +156,9 @@ def _line(
     name: str, proven: Sequence[torch.Tensor], replayed: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor]
 ) -> Noise:
     toploc, projected = VERIFIERS["toploc-strict"], VERIFIERS["projection"]
-    chunks, sequences, distances = [], [], []
+    chunks: list[ChunkScore] = []
+    sequences: list[float] = []
+    distances: list[float] = []
     for states_nD, own_nD in zip(proven, replayed, strict=True):
         proofs = VERIFIERS["toploc-paper"].commitments(states_nD)
         chunks += verify_proofs(own_nD, proofs, mode="published", thresholds=UNBOUNDED).chunks

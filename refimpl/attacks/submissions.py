@@ -112,7 +112,7 @@ def malformed(field: str) -> Send:
 def _spoilt(mine: Submission, field: str) -> Submission:
     """`mine` with one entry of MALFORMED."""
     value, _ = MALFORMED[field]
-    made = {
+    made: dict[str, Any] = {
         "tokens-negative": np.full_like(mine.tokens, -1),
         "tokens-beyond": np.full_like(mine.tokens, 1 << 30),
         "logprobs-nan": np.full_like(mine.logprobs, np.nan),
@@ -122,7 +122,8 @@ def _spoilt(mine: Submission, field: str) -> Submission:
         "proofs-zero": tuple(bytes(len(proof)) for proof in mine.proofs),
         "proofs-trailing": tuple(proof + b"\0" for proof in mine.proofs),
     }
-    return replace(mine, **{field.split("-")[0]: made[field] if value is None else value})
+    changed: dict[str, Any] = {field.split("-")[0]: made[field] if value is None else value}
+    return replace(mine, **changed)
 
 
 def _fitted(proofs: Sequence[bytes], count: int) -> tuple[bytes, ...]:
