@@ -67,6 +67,8 @@ def run_processes(
     """Run until the trainer has made all versions. `say` gets its journal, entry by entry. Raises LaunchError."""
     children: dict[str, subprocess.Popen[str]] = {}
     shaped = vars(line or Line())
+    told = folder / plan.trainer / "events.jsonl"
+    before = told.stat().st_size if told.is_file() else 0  # of a run that is taken up again
     try:
         for name in nodes_of(plan):
             config = {
@@ -85,7 +87,7 @@ def run_processes(
             assert child.stdin is not None
             child.stdin.write(order)
             child.stdin.flush()
-        _follow(plan, folder, children, say, time.monotonic() + patience_s)
+        _follow(plan, folder, children, say, time.monotonic() + patience_s, before)
     finally:
         for child in children.values():
             if child.stdin is not None:
@@ -104,9 +106,9 @@ def _follow(
     children: dict[str, subprocess.Popen[str]],
     say: Callable[[dict[str, Any]], None],
     until_s: float,
+    at: int,
 ) -> None:
     path, rest = folder / plan.trainer / "events.jsonl", ""
-    at = 0
     while True:
         if path.is_file():
             with path.open("r", encoding="utf-8") as file:

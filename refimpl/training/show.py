@@ -76,7 +76,7 @@ def conclude(plan: TrainPlan, folder: Path, wall_s: float) -> dict[str, Any]:
         "lost_share": steps[-1]["lost_share"] if steps else None,
         "length_bias": steps[-1]["length_bias"] if steps else None,
         "skipped_steps": steps[-1]["skipped_steps"] if steps else None,
-        "denied": sum(event["kind"] == "denied" for event in events),
+        "denied": sum(event["kind"] == "denied" and event["code"] != "no_weights" for event in events),
         "versions_skipped_by_workers": sum(event["kind"] == "version_skipped" for event in events),
         "idle_share": {one.node: round(one.share, 4) for one in idle},
         "overlap_share": overlap_share(events),

@@ -86,8 +86,8 @@ class Broadcast:
         manifests, problems = self.store.found(verify, self.key)
         for problem in problems:
             self.journal("problem", path=str(problem.path), reason=problem.reason)
-        self.origin.restore(manifests)
         self.out = {mark_of(self.store, manifest) for manifest in manifests if manifest.header.base is None}
+        self.origin.restore(manifests)  # removes what is too old
         self.origin.serve()
 
     async def publish(self, version: int, folder: Path) -> None:
