@@ -33,7 +33,7 @@ from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
 from refimpl.messages import Blob, Later, Message
 from refimpl.work import Work
-from refimpl.world import CallError, Refused, Signal, Timeout, Unreachable, World
+from refimpl.world import CallError, Signal, World
 
 
 class Made(Protocol):
@@ -117,20 +117,16 @@ class Worker:
         self._stopped.set()
 
     async def run(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                reply = await self._reach(self._question)
-                if isinstance(reply, RunOver):
-                    self.journal("over", reason=reply.reason)
-                    break
-                if isinstance(reply, Later):
-                    await self._stopped.wait(reply.wait_s)
-                elif isinstance(reply, SlotGiven):
-                    await self._do(reply)
-        except Refused as refusal:
-            self.journal("dismissed", reason=refusal.reason)
-        finally:
-            self._stopped.set()
+        while not self._stopped.is_set():
+            reply = await self._reach(self._question)
+            if isinstance(reply, RunOver):
+                self.journal("over", reason=reply.reason)
+                break
+            if isinstance(reply, Later):
+                await self._stopped.wait(reply.wait_s)
+            elif isinstance(reply, SlotGiven):
+                await self._do(reply)
+        self._stopped.set()
 
     def _question(self) -> AskSlot:
         """A new question; its number is the time, which rises over restarts too."""
@@ -140,11 +136,11 @@ class Worker:
         return dataclasses.replace(question, signature=self.identity.sign(question_content(question), domain=SLOT))
 
     async def _reach(self, ask: Callable[[], Message]) -> Any:
-        """The trainer's answer, however long it is away. Raises Refused."""
+        """The trainer's answer, however long it is away. Whom it wants no more it tells so by RunOver."""
         while not self._stopped.is_set():
             try:
                 return await call_patiently(self.world, self.config.trainer, ask(), self.config.patience)
-            except (Timeout, Unreachable) as error:
+            except CallError as error:  # a refusal too: a trainer that has just started serves nothing yet
                 self.journal("cut_off", target=self.config.trainer, reason=error.reason)
                 await self._stopped.wait(self.config.patience.wait_s_max)
         return None
