@@ -301,7 +301,7 @@ def test_why_names_the_worst_wait_and_the_open_calls(result: RunResult, capsys: 
 def test_a_stuck_run_leaves_a_complete_folder_and_says_who_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], result: RunResult
 ) -> None:
-    def drive(scenario: Any, name: str, seed: int, fabric: SimFabric, *rest: Any) -> bool:
+    def drive(scenario: Any, seed: int, fabric: SimFabric, *rest: Any) -> bool:
         ledger = fabric.node("ledger") if "ledger" not in fabric.nodes else fabric.nodes["ledger"]
 
         async def never() -> None:
