@@ -6,18 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-SECOND_NS = 1_000_000_000
-BINS_MAX = 240
+from sim.traffic import SECOND_NS, Work
+
 BUSIEST = 8
+ALL = "all"
 
 
 class DeviceUse:
-    """Work by instant and by node. Bins double in width whenever there are too many, so any run fits."""
+    """Work by instant and by node."""
 
     def __init__(self) -> None:
-        self.bin_ns = 1_000_000  # 1 ms to begin with
-        self.end_ns = 0
-        self._busy_ns: Counter[int] = Counter()
+        self._work = Work()  # of one group: all devices
         self._by_node: Counter[str] = Counter()
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -26,28 +25,17 @@ class DeviceUse:
             return
         start_ns, end_ns = event["start_ns"], event["end_ns"]
         self._by_node[event["node"]] += end_ns - start_ns
-        self.end_ns = max(self.end_ns, end_ns)
-        while end_ns // self.bin_ns >= BINS_MAX:
-            self._widen()
-        for place in range(start_ns // self.bin_ns, end_ns // self.bin_ns + 1):
-            low_ns, high_ns = place * self.bin_ns, (place + 1) * self.bin_ns
-            self._busy_ns[place] += min(end_ns, high_ns) - max(start_ns, low_ns)
-
-    def _widen(self) -> None:
-        self.bin_ns *= 2
-        halved: Counter[int] = Counter()
-        for place, busy_ns in self._busy_ns.items():
-            halved[place // 2] += busy_ns
-        self._busy_ns = halved
+        self._work.add(ALL, start_ns, end_ns)
 
     def as_json(self) -> dict[str, Any]:
         """Devices at work per bin, and seconds of the busiest; empty when none ever worked."""
         if not self._by_node:
             return {}
-        last = self.end_ns // self.bin_ns
+        work = self._work
+        last = work.end_ns // work.bin_ns
         return {
-            "bin_s": self.bin_ns / SECOND_NS,
-            "devices": [self._busy_ns[place] / self.bin_ns for place in range(last + 1)],
-            "end_s": self.end_ns / SECOND_NS,
+            "bin_s": work.bin_ns / SECOND_NS,
+            "devices": [work.busy_ns[ALL][place] / work.bin_ns for place in range(last + 1)],
+            "end_s": work.end_ns / SECOND_NS,
             "busiest_s": {node: busy_ns / SECOND_NS for node, busy_ns in self._by_node.most_common(BUSIEST)},
         }

@@ -42,25 +42,25 @@ class Work:
     def __init__(self) -> None:
         self.bin_ns = 1_000_000  # 1 ms to begin with
         self.end_ns = 0
-        self._busy_ns: dict[str, Counter[int]] = {}
+        self.busy_ns: dict[str, Counter[int]] = {}  # by group and bin
 
     def add(self, group: str, start_ns: int, end_ns: int) -> None:
         """A device of this group works from start to end."""
         self.end_ns = max(self.end_ns, end_ns)
         while end_ns // self.bin_ns >= BINS_MAX:
             self.bin_ns *= 2
-            for name, busy_ns in self._busy_ns.items():
-                halved = self._busy_ns[name] = Counter()
+            for name, busy_ns in self.busy_ns.items():
+                halved = self.busy_ns[name] = Counter()
                 for place, duration_ns in busy_ns.items():
                     halved[place // 2] += duration_ns
-        bins = self._busy_ns.setdefault(group, Counter())
+        bins = self.busy_ns.setdefault(group, Counter())
         for place in range(start_ns // self.bin_ns, end_ns // self.bin_ns + 1):
             low_ns, high_ns = place * self.bin_ns, (place + 1) * self.bin_ns
             bins[place] += min(end_ns, high_ns) - max(start_ns, low_ns)
 
     def as_json(self, end_ns: int) -> dict[str, Any]:
         """Devices at work, per group and bin, until the run's end (or that of work begun before it)."""
-        for group in sorted(self._busy_ns)[:1]:
+        for group in sorted(self.busy_ns)[:1]:
             self.add(group, end_ns, end_ns)
         widths_ns = [
             min(self.bin_ns, self.end_ns - place * self.bin_ns) for place in range(-(-self.end_ns // self.bin_ns))
@@ -70,7 +70,7 @@ class Work:
             "end_s": self.end_ns / SECOND_NS,
             "at_work": {
                 group: [round(bins[place] / width_ns, 6) for place, width_ns in enumerate(widths_ns)]
-                for group, bins in sorted(self._busy_ns.items())
+                for group, bins in sorted(self.busy_ns.items())
             },
         }
 
