@@ -7,7 +7,6 @@ still caught. The run ends when every client has the last version, or the scenar
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -31,9 +30,6 @@ from sim.world import SimFabric, SimWorld
 
 RUN_ID = "run"
 UNLIMITED = ServingLimits(bytes_per_s=1e15, burst_bytes=1e15, transfers_per_client=10_000, transfers=1_000_000)
-
-verify_once = functools.lru_cache(maxsize=1 << 16)(verify)
-"""One signature, one check, however many nodes of a simulation ask: the answer depends on nothing else."""
 
 
 def layout_of(part: BroadcastPart) -> Layout:
@@ -103,11 +99,11 @@ class Broadcast:
         store = MemoryStore(self.part.increment_share, need_room)
         if member.group.role == "origin":
             increments = 0 if self.part.increment_share is None else 1
-            origin = Origin(world, RUN_ID, self.identity, verify_once, serving, store, journal, increments=increments)
+            origin = Origin(world, RUN_ID, self.identity, verify, serving, store, journal, increments=increments)
             return self._publish(origin, stop)
         if member.group.role == "relay":
-            return _relay(Relay(world, pulling, serving, store, verify_once, journal), stop)
-        client = Client(world, pulling, store, verify_once, last_version=self.part.versions - 1, journal=journal)
+            return _relay(Relay(world, pulling, serving, store, verify, journal), stop)
+        client = Client(world, pulling, store, verify, last_version=self.part.versions - 1, journal=journal)
         self.clients[member.name] = client
         client.serve()
         return client.run()
