@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,7 +85,7 @@ class Validator:
     ) -> None:
         self.world, self.config, self.identity = world, config, identity
         self.inspector, self.weights, self.journal, self.key_of = inspector, weights, journal, key_of
-        self._queue: list[Offer] = []
+        self._queue: deque[Offer] = deque()
         self._arrived = world.signal()
         self._judged: dict[tuple[int, str], Signal] = {}  # (slot, key) -> set when judged
         self._judgements: dict[tuple[int, str], Judgement] = {}
@@ -117,7 +118,7 @@ class Validator:
             await self._arrived.wait()
             self._arrived = self.world.signal()
             while self._queue:
-                offer = self._queue.pop(0)
+                offer = self._queue.popleft()
                 finding = await self._check(offer)
                 self.world.spawn(self._tell(offer, finding), "tell")
 
