@@ -296,6 +296,7 @@ def _codec_of(hint: Any, where: str) -> _Codec:
 # ------------------------------------------------------------------------------------------------------- the table
 _TYPES: dict[str, tuple[type[Message], _Codec]] = {}
 _CODECS: dict[type[Message], tuple[bytes, _Codec, int]] = {}
+_BULK: set[str] = set()
 
 M = TypeVar("M", bound=type[Message])
 
@@ -313,7 +314,14 @@ def wire(cls: M) -> M:
     raw = name.encode()
     _TYPES[name] = (cls, codec)
     _CODECS[cls] = (_U32.pack(len(raw)) + raw, codec, PREFIX.size + 4 + len(raw))
+    if any("Blob" in str(hint) for hint in cls.__annotations__.values()):
+        _BULK.add(name)
     return cls
+
+
+def carries_bulk(kind: str) -> bool:
+    """Whether messages of this name have a blob among their fields: such transfers run side by side."""
+    return kind in _BULK
 
 
 def size_bytes(message: Message) -> int:

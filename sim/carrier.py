@@ -279,12 +279,10 @@ class FlowCarrier:
 
     def _take_finished(self, now_ns: int) -> None:
         """Send on what has left the links."""
-        traffic = self.traffic
-        if now_ns >= traffic.until_ns:
-            traffic.book(now_ns, self._flows)
+        self.links_will_change()
         for flow, finish_s in self.engine.advance(now_ns / SECOND_NS):
             message = self._flows.pop(flow)
-            traffic.ended(message, now_ns)
+            self.traffic.ended(message, now_ns)
             self._hand_on(message, max(to_ns(finish_s + message.delay_s), now_ns))
 
     def _in_turn(self, channel: Channel) -> None:

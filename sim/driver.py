@@ -66,7 +66,7 @@ class Driver:
         self.firsts: dict[str, Child] = {}  # ready to begin at the first instant
         self.spares: dict[str, Child] = {}  # ready, or soon, to begin when their nodes come
         self.started_s = 0.0
-        faults = [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults]
+        faults = [(fault, scenario.struck(fault)) for fault in scenario.faults]
         self.course = Course(list(self.members), random_lives(scenario, seed), faults, self)
         self.agenda: list[Happening] = sorted(self.course.agenda(), key=lambda happening: happening.time_ns)
         shutil.rmtree(self.nodes_folder, ignore_errors=True)  # of an earlier run

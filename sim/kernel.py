@@ -78,6 +78,13 @@ class Kernel(simpy.Environment):
         self.schedule_for(node, event, priority, time_ns - self._now)
         return event
 
+    def timer(self, node: int, time_ns: int) -> Instant:
+        """An event that happens at `time_ns`, not before now, on behalf of `node`."""
+        event = Instant(self)
+        event._ok, event._value = True, None
+        self.call_at(node, time_ns, fire, event)
+        return event
+
     def call_at(
         self, node: int, time_ns: int, function: Callable[[Any], object], argument: Any, priority: int = NORMAL
     ) -> None:

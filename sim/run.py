@@ -146,7 +146,7 @@ def _drive(
             for name, member in members.items()
         }
         life = Life(fabric, network, prices=prices, start=start)
-        faults = [(f, [n for name in f.nodes for n in scenario.struck_by(name)]) for f in scenario.faults]
+        faults = [(fault, scenario.struck(fault)) for fault in scenario.faults]
         life.begin(list(members), random_lives(scenario, seed), faults)
         done = await all_done.wait(scenario.duration_s)
         stop.set()

@@ -450,6 +450,10 @@ class Scenario(Strict):
         """The nodes that `name` means: one node, or all of a group."""
         return [member.name for member in self.members() if name in (member.name, member.group.name)]
 
+    def struck(self, fault: FaultPart) -> list[str]:
+        """The nodes that a fault is on, each once."""
+        return list(dict.fromkeys(node for name in fault.nodes for node in self.struck_by(name)))
+
     def _regions(self) -> Regions | None:
         try:
             return region_set(self.network.regions) if self.network.regions is not None else None

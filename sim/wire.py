@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import refimpl.shardcast.messages as shardcast_messages
-from refimpl import messages
+import refimpl.shardcast.messages  # noqa: F401 - so that its messages are known by name
+from refimpl.messages import carries_bulk
 from refimpl.world import derive_rng
 from refimpl.worlds.wire import Passage, run_wire
 from sim.fabric import build_network, members_by_name
 from sim.flows import warm_up
 from sim.scenario import Scenario
-
-HOUSES = (messages, shardcast_messages)
-"""Where messages with blobs are."""
 
 
 class ScenarioRules:
@@ -49,7 +45,7 @@ class ScenarioRules:
         delay_s = self.network.sample_delay_s(path, rng, size_bytes)
         fate = self.network.fate(path, rng)
         delays_s = tuple(delay_s + extra_s for extra_s in fate.extra_delay_s)
-        return Passage(path.links, path.rate_bound_bytes_per_s, delays_s, fate.in_order and not _is_bulk(kind))
+        return Passage(path.links, path.rate_bound_bytes_per_s, delays_s, fate.in_order and not carries_bulk(kind))
 
     def reset_s(self, source: str, target: str) -> float:
         return self.network.path(self.numbers[source], self.numbers[target], reply=True).one_way_latency_s
@@ -61,19 +57,11 @@ class ScenarioRules:
         """{"fault": its place in the scenario, "begins": whether}."""
         place, begins = order["fault"], order["begins"]
         fault = self.scenario.faults[place]
-        struck = dict.fromkeys(name for named in fault.nodes for name in self.scenario.struck_by(named))
-        for name, on in fault.on_network({name: self.numbers[name] for name in struck}):
+        for name, on in fault.on_network({name: self.numbers[name] for name in self.scenario.struck(fault)}):
             if begins:
                 self.network.apply(now_s, f"fault {place} {name}", on)
             else:
                 self.network.lift(now_s, f"fault {place} {name}")
-
-
-@lru_cache(maxsize=1024)
-def _is_bulk(kind: str) -> bool:
-    """Whether messages of this kind carry a blob: such transfers run side by side, as in the simulator."""
-    found = [vars(house)[kind] for house in HOUSES if kind in vars(house)]
-    return any("Blob" in str(hint) for message in found for hint in message.__annotations__.values())
 
 
 def main(arguments: list[str]) -> int:

@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 from simpy.events import PENDING, Event
 
-from refimpl.messages import BadMessage, Message, size_bytes
+from refimpl.messages import BadMessage, Message, carries_bulk, size_bytes
 from refimpl.work import Work
 from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
-from sim.kernel import NEVER_NS, SECOND_NS, Instant, Kernel, Task, fire, happen, to_ns, wait
+from sim.kernel import NEVER_NS, SECOND_NS, Instant, Kernel, Task, happen, to_ns, wait
 
 T = TypeVar("T")
 
@@ -202,14 +202,11 @@ class SimSignal:
         if self._set:
             return True
         kernel = self._world.fabric.kernel
-        event = Instant(kernel)
-        self._waiting.append(event)
         if timeout_s is None:
-            await wait(event)
-            return True
-        # the event is its own timer; whoever sets the signal makes it happen sooner
-        event._ok, event._value = True, None
-        kernel.call_at(self._world.index, kernel._now + to_ns(timeout_s), fire, event)
+            event = Instant(kernel)
+        else:  # the event is its own timer; whoever sets the signal makes it happen sooner
+            event = kernel.timer(self._world.index, kernel._now + to_ns(timeout_s))
+        self._waiting.append(event)
         await wait(event)
         if not self._set:
             self._waiting.remove(event)
@@ -256,10 +253,7 @@ class SimWorld:
 
     async def _sleep_ns(self, duration_ns: int) -> None:
         kernel = self.fabric.kernel
-        event = Instant(kernel)
-        event._ok, event._value = True, None
-        kernel.call_at(self.index, kernel._now + duration_ns, fire, event)
-        await wait(event)
+        await wait(kernel.timer(self.index, kernel._now + duration_ns))
 
     async def call(self, target: str, message: Message, timeout_s: float) -> Any:
         fabric = self.fabric
@@ -281,7 +275,7 @@ class SimWorld:
         if watch is not None:
             arrived = watch.call_begun(call, self, callee, message, size, arrived)
         fabric.deadlines.add(call)
-        channel = None if carries_bulk(message) else call.kind
+        channel = None if carries_bulk(call.kind) else call.kind
         fabric.carrier.send(self.index, callee.index, size, arrived, channel)
         try:
             return await wait(call)
@@ -361,8 +355,9 @@ class SimWorld:
         if isinstance(outcome, Unreachable):
             return self.fabric.carrier.reset(self.index, caller.index, back)
         # over a line that is down or a closed border it stalls, and goes on when that is mended, as over a connection
-        kind = None if carries_bulk(outcome) else type(outcome).__name__
-        return self.fabric.carrier.send(self.index, caller.index, size, back, kind, reply=True)
+        kind = type(outcome).__name__
+        channel = None if carries_bulk(kind) else kind
+        return self.fabric.carrier.send(self.index, caller.index, size, back, channel, reply=True)
 
     def serve(self, handlers: Mapping[type[Message], Handler]) -> None:
         self.handlers.update(handlers)
@@ -429,18 +424,6 @@ class SimWorld:
         if error is not None:
             raise error
         return result
-
-
-def carries_bulk(message: object) -> bool:
-    """Whether a message has a blob among its fields: such transfers run side by side."""
-    kind = type(message)
-    bulk = _bulk.get(kind)
-    if bulk is None:
-        bulk = _bulk[kind] = any("Blob" in str(hint) for hint in getattr(kind, "__annotations__", {}).values())
-    return bulk
-
-
-_bulk: dict[type, bool] = {}
 
 
 def label_of(coroutine: Coroutine[Any, Any, Any]) -> str:
