@@ -16,7 +16,6 @@ a crowded link use pieces of one size, some 20 ms of the slowest of them.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -74,9 +73,10 @@ class Links:
     async def carry(
         self, links: Sequence[int], size_bytes: int, bound_bytes_per_s: float, broken: Callable[[], bool]
     ) -> float | None:
-        """Take a message over `links`. Returns the instant (of the monotonic clock) at which its last byte has left
+        """Take a message over `links`. Returns the instant (of the loop's clock) at which its last byte has left
         them, or None when `broken()` came true first, or the line was down when it began and for `GIVE_UP_S` after."""
-        passed_s = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        passed_s = clock()
         if not links and bound_bytes_per_s == inf:
             return passed_s
         flow = _Flow([self._link(number) for number in links], bound_bytes_per_s, passed_s)
@@ -90,16 +90,16 @@ class Links:
                 if broken():
                     return None
                 if flow.narrowest_bytes_per_s <= 0.0:
-                    if left == size_bytes and time.monotonic() - passed_s > GIVE_UP_S:
+                    if left == size_bytes and clock() - passed_s > GIVE_UP_S:
                         return None
                     await self._stall()
                     if flow.narrowest_bytes_per_s > 0.0:
-                        passed_s = flow.begun_s = time.monotonic()
+                        passed_s = flow.begun_s = clock()
                     continue
                 piece = min(left, flow.piece_bytes)
                 passed_s = self._reserve(flow, piece, passed_s)
                 left -= piece
-                if (ahead_s := passed_s - time.monotonic()) > SLACK_S:
+                if (ahead_s := passed_s - clock()) > SLACK_S:
                     await asyncio.sleep(ahead_s)
             return passed_s
         finally:
