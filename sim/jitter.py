@@ -6,7 +6,9 @@ never above a stated limit, so that a jitter wider than its mean cannot send a m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from math import exp, expm1, inf, log1p
 from statistics import NormalDist
 from typing import Literal
@@ -29,6 +31,47 @@ STANDARD = NormalDist()
 SMALLEST = 2.0**-54  # half a step of a uniform number: 0 itself has no z
 
 
+def _none(limit_s: float, latency_s: float, u: float) -> float:
+    return 0.0
+
+
+def _exponential(limit_s: float, mean_s: float, latency_s: float, u: float) -> float:
+    drawn_s = -mean_s * log1p(-u)  # -mean · ln(1 - u)
+    return drawn_s if drawn_s < limit_s else limit_s
+
+
+def _uniform(limit_s: float, low_s: float, high_s: float, latency_s: float, u: float) -> float:
+    return min(low_s + (high_s - low_s) * u, limit_s)
+
+
+def _normal(limit_s: float, mean_s: float, deviation_s: float, latency_s: float, u: float) -> float:
+    return min(max(0.0, mean_s + deviation_s * _z(u)), limit_s)  # z: the inverse of the normal distribution
+
+
+def _lognormal(limit_s: float, median_s: float, sigma: float, latency_s: float, u: float) -> float:
+    return min(median_s * exp(min(sigma * _z(u), 700.0)), limit_s)
+
+
+def _pareto(limit_s: float, scale_s: float, shape: float, latency_s: float, u: float) -> float:
+    return min(scale_s * expm1(min(-log1p(-u) / shape, 700.0)), limit_s)  # scale · ((1 - u)^(-1/shape) - 1)
+
+
+def _latency_factor(limit_s: float, sigma: float, latency_s: float, u: float) -> float:
+    return min(latency_s * (exp(min(sigma * _z(u), 700.0)) - 1.0), limit_s)
+
+
+LAWS: dict[str, Callable[..., float]] = {
+    "none": _none,
+    "uniform": _uniform,
+    "normal": _normal,
+    "lognormal": _lognormal,
+    "pareto": _pareto,
+    "exponential": _exponential,
+    "latency_factor": _latency_factor,
+}
+"""(limit, the law's parameters, latency, uniform number) -> seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Jitter:
     """A named law with its parameters, in the order of `PARAMETERS`.
@@ -40,6 +83,8 @@ class Jitter:
     kind: Kind = "none"
     parameters: tuple[float, ...] = ()
     limit_s: float = 10.0  # no draw delays a message by more than this
+    draw: Callable[[float, float], float] = field(init=False, repr=False, compare=False)
+    """`draw(latency_s, u)`: seconds to add to a path's latency, by inversion, from a uniform number u."""
 
     def __post_init__(self) -> None:
         names = PARAMETERS.get(self.kind)
@@ -60,34 +105,15 @@ class Jitter:
             raise ValueError("shape of jitter 'pareto' is 0; expected above 0")
         if not 0.0 <= self.limit_s < inf:
             raise ValueError(f"limit_s of jitter {self.kind!r} is {self.limit_s}; expected a finite number, 0 or more")
+        object.__setattr__(self, "draw", partial(LAWS[self.kind], self.limit_s, *self.parameters))
 
     @property
     def is_none(self) -> bool:
         return self.kind == "none" or all(value == 0.0 for value in self.parameters)
 
     def sample_s(self, latency_s: float, rng: Uniform) -> float:
-        """Seconds to add to a path's latency; for 'latency_factor' this may be below 0, but not below -latency.
-
-        All laws are drawn by inversion, from one uniform number u each.
-        """
-        kind = self.kind
-        if kind == "none":
-            return 0.0
-        u = rng.random()
-        first = self.parameters[0]
-        if kind == "exponential":  # -mean · ln(1 - u)
-            drawn = -first * log1p(-u)
-        elif kind == "uniform":  # low + (high - low) · u
-            drawn = first + (self.parameters[1] - first) * u
-        elif kind == "normal":  # mean + deviation · z(u), z the inverse of the normal distribution
-            drawn = max(0.0, first + self.parameters[1] * _z(u))
-        elif kind == "lognormal":  # median · exp(sigma · z(u))
-            drawn = first * exp(min(self.parameters[1] * _z(u), 700.0))
-        elif kind == "pareto":  # scale · ((1 - u)^(-1/shape) - 1)
-            drawn = first * expm1(min(-log1p(-u) / self.parameters[1], 700.0))
-        else:
-            drawn = latency_s * (exp(min(first * _z(u), 700.0)) - 1.0)
-        return min(drawn, self.limit_s)
+        """Seconds to add to a path's latency; for 'latency_factor' this may be below 0, but not below -latency."""
+        return self.draw(latency_s, rng.random())
 
 
 def _z(u: float) -> float:

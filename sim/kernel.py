@@ -12,11 +12,14 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from heapq import heapify, heappop, heappush
-from typing import Any, Protocol, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import simpy
 from simpy.core import EmptySchedule
 from simpy.events import NORMAL, PENDING, URGENT, Event
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SECOND_NS = 1_000_000_000
 NEVER_NS = 1 << 62
@@ -52,7 +55,6 @@ class Kernel(simpy.Environment):
     def __init__(self) -> None:
         super().__init__(initial_time=0)
         self.node = 0
-        self.events_handled = 0
         self.halted = False
         """Set by whoever wants `run_through` to return before the next event."""
         self._horizon_ns = BUCKET_NS  # the heap, `_queue`, holds all that happens before it
@@ -60,6 +62,7 @@ class Kernel(simpy.Environment):
         self._buckets: list[int] = []  # a heap of the keys of `_far`
         self._sequence = 0
         self._called_off = 0  # events still to come of which nothing will come
+        self._dropped = 0  # of those, how many were taken out
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: int = 0) -> None:  # type: ignore[override]
         self.schedule_for(self.node, event, priority, delay)
@@ -113,14 +116,21 @@ class Kernel(simpy.Environment):
         self._called_off += 1
         if self._called_off % CALLED_OFF_MIN or 2 * self._called_off < self.pending():
             return
+        before = self.pending()
         self._queue[:] = filter(_may_matter, self._queue)
         heapify(self._queue)
         self._far = {bucket: list(filter(_may_matter, entries)) for bucket, entries in self._far.items()}
         self._called_off = 0
+        self._dropped += before - self.pending()
 
     def pending(self) -> int:
         """How many events are still to come."""
         return len(self._queue) + sum(map(len, self._far.values()))
+
+    @property
+    def events_handled(self) -> int:
+        """How many have happened so far, the one under way included."""
+        return self._sequence - self._dropped - self.pending()
 
     def peek(self) -> float:
         """When the next event happens; infinity when there is none."""
@@ -142,7 +152,6 @@ class Kernel(simpy.Environment):
             raise EmptySchedule
         self._now, _, key, function, argument = heappop(self._queue)
         self.node = key >> NODE_SHIFT
-        self.events_handled += 1
         function(argument)
 
     def run_through(self, until_ns: int) -> None:
@@ -150,18 +159,21 @@ class Kernel(simpy.Environment):
         halted or out of events (SimPy's own `run(until=t)` leaves the events at `t` unhandled)."""
         queue = self._queue
         while not self.halted and (queue or self._next_bucket()):
-            if queue[0][0] > until_ns:
+            if self._horizon_ns <= until_ns:  # all that is in the heap is due
+                while queue and not self.halted:
+                    self._now, _, key, function, argument = heappop(queue)  # as in `step`
+                    self.node = key >> NODE_SHIFT
+                    function(argument)
+            elif queue[0][0] > until_ns:
                 self._now = until_ns
                 return
-            self._now, _, key, function, argument = heappop(queue)  # as in `step`
-            self.node = key >> NODE_SHIFT
-            self.events_handled += 1
-            function(argument)
+            else:
+                self.step()
 
 
 def fire(event: Event) -> None:
     """A scheduled SimPy event happens, unless it has happened before its time."""
-    callbacks, event.callbacks = event.callbacks, cast(Any, None)
+    callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
     if callbacks is None:
         return
     for callback in callbacks:
@@ -185,7 +197,13 @@ class Instant(Event):
         self.env, self.callbacks, self._value = env, [], PENDING
 
 
-@types.coroutine
+def steps(function: Callable[P, Generator[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Decorator: this generator of kernel events is a coroutine. `async def` around `wait` would do the same in two
+    frames, both of which every event passes on its way to whoever waits."""
+    return cast(Any, types.coroutine(function))
+
+
+@steps
 def wait(event: Event) -> Generator[Event, Any, Any]:
     """Await a kernel event inside a coroutine."""
     return (yield event)
@@ -194,7 +212,7 @@ def wait(event: Event) -> Generator[Event, Any, Any]:
 def happen(event: Event, ok: bool, value: Any) -> None:
     """Let an event happen here and now, inside the event being handled, instead of scheduling it for this instant."""
     event._ok, event._value = ok, value
-    callbacks, event.callbacks = event.callbacks, cast(Any, None)
+    callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]
     for callback in callbacks:
         callback(event)
 

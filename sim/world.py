@@ -6,8 +6,9 @@ it is charged for its exact encoded size, over the same links as everything else
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from simpy.events import PENDING, Event
 from refimpl.messages import BadMessage, Message, carries_bulk, size_bytes
 from refimpl.work import Work
 from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
-from sim.kernel import NEVER_NS, SECOND_NS, Instant, Kernel, Task, happen, to_ns, wait
+from sim.kernel import NEVER_NS, SECOND_NS, Instant, Kernel, Task, happen, steps, to_ns, wait
 
 T = TypeVar("T")
 
@@ -95,6 +96,15 @@ Pricer = Callable[[Work], float]
 """Seconds that a node's device takes for a piece of work."""
 
 
+def _channel_of(message: type) -> str | None:
+    """The channel that messages of this type keep their order in; None where they may overtake."""
+    kind = message.__name__
+    return None if carries_bulk(kind) else kind
+
+
+channel_of: Callable[[type], str | None] = functools.cache(_channel_of)
+
+
 class Call(Instant):
     """A call under way; it happens when its caller learns how it ended."""
 
@@ -108,8 +118,8 @@ class Call(Instant):
         self.caller, self.callee, self.message = caller, callee, message
         self.kind = type(message).__name__
         self.timeout_s = timeout_s
-        self.since_ns = now_ns = kernel._now
-        self.until_ns = now_ns + to_ns(timeout_s)
+        self.since_ns = kernel._now
+        self.until_ns = NEVER_NS  # see `Deadlines`
         self.watch = watch  # who is told of it, if anybody
         self.outcome: Message | BaseException | None = None  # what is on its way back
 
@@ -136,17 +146,19 @@ class Deadlines:
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
-        self._queues: dict[float, deque[Call]] = {}  # by time-out
+        self._queues: dict[float, tuple[int, deque[Call]]] = {}  # by time-out: in nanoseconds, and who has it
         self._armed_ns = NEVER_NS
 
     def add(self, call: Call) -> None:
         """Let `call` expire if nothing has come of it by its time."""
-        queue = self._queues.get(call.timeout_s)
-        if queue is None:
-            queue = self._queues[call.timeout_s] = deque()
+        found = self._queues.get(call.timeout_s)
+        if found is None:
+            found = self._queues[call.timeout_s] = (to_ns(call.timeout_s), deque())
+        timeout_ns, queue = found
         queue.append(call)
-        if call.until_ns < self._armed_ns:
-            self._arm(call.until_ns)
+        call.until_ns = until_ns = call.since_ns + timeout_ns
+        if until_ns < self._armed_ns:
+            self._arm(until_ns)
 
     def _arm(self, time_ns: int) -> None:
         self._armed_ns = time_ns
@@ -156,7 +168,7 @@ class Deadlines:
         if armed_ns != self._armed_ns:  # an earlier look took its place
             return
         kernel, next_ns = self._kernel, NEVER_NS
-        for timeout_s, queue in list(self._queues.items()):
+        for timeout_s, (_, queue) in list(self._queues.items()):
             while queue and (queue[0].callbacks is None or queue[0].until_ns <= armed_ns):
                 call = queue.popleft()
                 if call.callbacks is not None:
@@ -198,7 +210,8 @@ class SimSignal:
     def is_set(self) -> bool:
         return self._set
 
-    async def wait(self, timeout_s: float | None = None) -> bool:
+    @steps
+    def wait(self, timeout_s: float | None = None) -> Generator[Event, Any, bool]:
         if self._set:
             return True
         kernel = self._world.fabric.kernel
@@ -207,7 +220,7 @@ class SimSignal:
         else:  # the event is its own timer; whoever sets the signal makes it happen sooner
             event = kernel.timer(self._world.index, kernel._now + to_ns(timeout_s))
         self._waiting.append(event)
-        await wait(event)
+        yield event
         if not self._set:
             self._waiting.remove(event)
         return self._set
@@ -215,6 +228,11 @@ class SimSignal:
 
 class SimWorld:
     """One node of a `SimFabric`. See `refimpl.world.World` for what each method promises."""
+
+    __slots__ = (
+        "_device_ns", "_rng", "_stood", "_unheard", "alive", "calls", "device_free_ns", "disk_full", "fabric",
+        "handlers", "hung", "index", "name", "price", "skew_s", "slowness", "tasks",
+    )  # fmt: skip
 
     def __init__(self, fabric: SimFabric, index: int, name: str, price: Pricer) -> None:
         self.fabric, self.index, self.name = fabric, index, name
@@ -255,7 +273,8 @@ class SimWorld:
         kernel = self.fabric.kernel
         await wait(kernel.timer(self.index, kernel._now + duration_ns))
 
-    async def call(self, target: str, message: Message, timeout_s: float) -> Any:
+    @steps
+    def call(self, target: str, message: Message, timeout_s: float) -> Generator[Event, Any, Any]:
         fabric = self.fabric
         callee = fabric.nodes.get(target)
         if callee is None:
@@ -275,10 +294,9 @@ class SimWorld:
         if watch is not None:
             arrived = watch.call_begun(call, self, callee, message, size, arrived)
         fabric.deadlines.add(call)
-        channel = None if carries_bulk(call.kind) else call.kind
-        fabric.carrier.send(self.index, callee.index, size, arrived, channel)
+        fabric.carrier.send(self.index, callee.index, size, arrived, channel_of(type(message)))
         try:
-            return await wait(call)
+            return (yield call)
         finally:
             self.calls.pop(call, None)
             if watch is not None:
@@ -355,8 +373,7 @@ class SimWorld:
         if isinstance(outcome, Unreachable):
             return self.fabric.carrier.reset(self.index, caller.index, back)
         # over a line that is down or a closed border it stalls, and goes on when that is mended, as over a connection
-        kind = type(outcome).__name__
-        channel = None if carries_bulk(kind) else kind
+        channel = channel_of(type(outcome))
         return self.fabric.carrier.send(self.index, caller.index, size, back, channel, reply=True)
 
     def serve(self, handlers: Mapping[type[Message], Handler]) -> None:

@@ -56,7 +56,7 @@ class LivenessConfig:
             )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     state: State
     last_beat_s: float
@@ -87,14 +87,15 @@ class NodeTable:
 
     def beat(self, node: str, now_s: float) -> Change | None:
         """A heartbeat came. Returns the node's move, if it makes one."""
-        before = State.DEAD if node in self._dead else State.WAITING
-        self._dead.discard(node)
-        entry = self._entries.setdefault(node, _Entry(before, now_s))
+        entry = self._entries.get(node)
+        if entry is None:
+            entry = self._entries[node] = _Entry(State.DEAD if node in self._dead else State.WAITING, now_s)
+            self._dead.discard(node)
         self._entries.move_to_end(node)
         entry.last_beat_s, entry.misses = now_s, 0
-        after = WITH_BEAT.get(entry.state)
-        if after is None:
+        if entry.state is State.HEALTHY:
             return None
+        after = WITH_BEAT[entry.state]
         change = Change(node, entry.state, after)
         entry.state = after
         return change
