@@ -117,6 +117,14 @@ class Hash:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """`pieces` pieces of work like `piece` that do not depend on each other, on the cores of the device's host."""
+
+    piece: Hash
+    pieces: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seconds:
     """Work whose time is known: measured elsewhere, or not worth a model."""
@@ -131,4 +139,4 @@ class Several:
     parts: tuple[Work, ...]
 
 
-Work = Forward | Backward | Prove | Verify | Hash | Seconds | Several
+Work = Forward | Backward | Prove | Verify | Hash | Spread | Seconds | Several

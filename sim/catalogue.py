@@ -103,6 +103,8 @@ class RateTable(Strict):
     prove_terms_per_s: Rate
     verify_terms_per_s: Rate
     hash_bytes_per_s: Rate
+    host_cores: Rate
+    core_efficiency: Rate
     overhead_call_s: Rate
     overhead_step_s: Rate
     overhead_layer_s: Rate
@@ -115,7 +117,7 @@ class RateTable(Strict):
             value = getattr(self, name).value
             if not name.startswith("over") and value <= 0:
                 raise ValueError(f"{name} is {value}; expected above 0")
-            if name in ("overlap", "memory_fraction", "parallel_efficiency") and value > 1:
+            if name in ("overlap", "memory_fraction", "parallel_efficiency", "core_efficiency") and value > 1:
                 raise ValueError(f"{name} is {value}; expected at most 1")
         return self
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 
-from refimpl.work import Backward, Forward, Hash, ModelSize, Prove, Seconds, Several, Verify, Work
+from refimpl.work import Backward, Forward, Hash, ModelSize, Prove, Seconds, Several, Spread, Verify, Work
 from sim import roofline
 from sim.catalogue import CATALOGUE_PATH, CatalogueError, DeviceEntry, Rent, load_catalogue
 from sim.profile import PassTable, find_table, head_difference, load_profile
@@ -58,7 +58,9 @@ class Rates:
     verification: float  # the same, when checking
     prove_terms_per_s: float  # field operations interpolating
     verify_terms_per_s: float  # field operations evaluating
-    hash_bytes_per_s: float
+    hash_bytes_per_s: float  # one core
+    host_cores: float  # that this device's node has for work of its own
+    core_efficiency: float  # of several cores together against as many alone
     overhead_call_s: float
     overhead_step_s: float
     overhead_layer_s: float
@@ -120,12 +122,21 @@ class Device:
             case Hash():
                 _require(work.size_bytes >= 0, work, "size_bytes of at least 0")
                 return self.rates.overhead_call_s + work.size_bytes / self.rates.hash_bytes_per_s
+            case Spread():
+                _require(work.pieces >= 0, work, "pieces of at least 0")
+                rounds = -(-work.pieces // self.cores)  # nobody helps with the last piece
+                return rounds * self.price(work.piece) / (self.rates.core_efficiency if work.pieces > 1 else 1.0)
             case Seconds():
                 _require(work.duration_s >= 0, work, "duration_s of at least 0")
                 return work.duration_s
             case Several():
                 return sum(self.price(part) for part in work.parts)
         raise TypeError(f"{work!r} is no work; expected one of {Work}")
+
+    @property
+    def cores(self) -> int:
+        """Of the host."""
+        return max(1, int(self.rates.host_cores))
 
     def _price_forward(self, work: Forward) -> float:
         _require(work.batch >= 1 and work.new_tokens >= 1, work, "batch and new_tokens of at least 1")
@@ -228,8 +239,8 @@ class Device:
     # ---- variants
 
     def times(self, count: int) -> Device:
-        """`count` of these as one: memory adds up, speed by `parallel_efficiency`; the host's own work stays, and
-        tables of a single one no longer hold."""
+        """`count` of these as one: memory adds up, speed by `parallel_efficiency`; each brings its cores, of which one
+        is as fast as ever; tables of a single one no longer hold."""
         if count < 1:
             raise ValueError(f"count is {count}; expected at least 1 device")
         if count == 1:
@@ -241,7 +252,7 @@ class Device:
             memory_bytes=count * self.memory_bytes,
             bandwidth_bytes_per_s=speed * self.bandwidth_bytes_per_s,
             peak_flop_per_s=speed * self.peak_flop_per_s,
-            rates=self.rates,
+            rates=replace(self.rates, host_cores=count * self.rates.host_cores),
             count=count * self.count,
             rent=self.rent,
         )

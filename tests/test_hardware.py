@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refimpl.work import Backward, Forward, Hash, ModelSize, Prove, Seconds, Several, Verify
+from refimpl.work import Backward, Forward, Hash, ModelSize, Prove, Seconds, Several, Spread, Verify
 from sim import roofline
 from sim.catalogue import CATALOGUE_PATH, Catalogue, CatalogueError, UnknownDevice, check, load_catalogue, read_toml
 from sim.hardware import Device, OutOfMemory, Rates, find_device, known_devices
@@ -69,6 +69,8 @@ def ideal_device(**changes: Any) -> Device:
         prove_terms_per_s=1e6,
         verify_terms_per_s=2e6,
         hash_bytes_per_s=1e9,
+        host_cores=3.0,
+        core_efficiency=0.5,
         overhead_call_s=0.0,
         overhead_step_s=0.0,
         overhead_layer_s=0.0,
@@ -208,6 +210,15 @@ def test_hash_seconds_and_several() -> None:
     device = ideal_device()
     parts = (Hash(size_bytes=500_000_000), Seconds(duration_s=1.25), Several(parts=()))
     assert device.price(Several(parts=parts)) == pytest.approx(0.5 + 1.25)
+
+
+def test_pieces_spread_over_the_cores_of_the_host_and_the_last_round_is_not_shared() -> None:
+    device = ideal_device()  # 3 cores, half as fast together
+    piece = Hash(size_bytes=500_000_000)
+    assert device.price(Spread(piece, 1)) == device.price(piece) == 0.5
+    assert [device.price(Spread(piece, count)) for count in (0, 2, 3, 4, 7)] == [0.0, 1.0, 1.0, 2.0, 3.0]
+    assert device.times(2).cores == 6 and device.times(2).price(Spread(piece, 7)) == 2.0
+    assert find_device("H100 SXM").cores > find_device("RTX 4090").cores > find_device("CPU").cores == 2
 
 
 def test_empty_work_has_a_price_without_division_by_zero() -> None:

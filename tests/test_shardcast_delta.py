@@ -6,8 +6,10 @@ import hashlib
 import json
 import random
 import struct
+import threading
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +31,10 @@ from refimpl.shardcast.delta_codec import (
     SPARSE,
 )
 from refimpl.shardcast.delta_sparse import decode_sparse, encode_sparse, exponent_classes
-from refimpl.shardcast.increment import IncrementApplier, increment_header, increment_pieces, write_increment
+from refimpl.shardcast.increment import Applier, Comparison
 from refimpl.shardcast.layout import Layout
-from refimpl.shardcast.manifest import Header, Manifest
+from refimpl.shardcast.manifest import Header, Manifest, Stretch, increment_header
+from refimpl.shardcast.shelf import increment_layout
 from refimpl.shardcast.store import VersionStore
 from refimpl.shardcast.tensors import OPAQUE, Span, spans
 
@@ -292,48 +295,101 @@ def stored(root: Path) -> tuple[VersionStore, Manifest, Manifest, dict[str, byte
             sources.append(root / f"source{version}" / name)
         assembly = Assembly(store.root, header, sources=sources)
         shards = [digest for _, digest in assembly.cut()]
-        manifests.append(Manifest.signed(header, assembly.files_sha256, shards, ORIGIN.sign))
+        manifests.append(Manifest.signed(header, shards, ORIGIN.sign))
         assembly.finish(manifests[-1])
     return store, manifests[0], manifests[1], two_versions()[1]
 
 
-def test_an_increment_becomes_verified_shards_of_the_target(tmp_path: Path) -> None:
+def compared(store: VersionStore, base: Manifest, target: Manifest) -> Comparison:
+    return Comparison(
+        partial(store.read, base), base.layout, partial(store.read, target), target.layout, chunk_bytes=4096
+    )
+
+
+def sent(store: VersionStore, base: Manifest, target: Manifest, stretch: Stretch, file: Path) -> Manifest:
+    """The increment in this file, as it lies in a client's store."""
+    header = increment_header(base, target.header, stretch, increment_layout(file.stat().st_size, 1000))
+    assembly = Assembly(store.root, header, sources=[file], copy=True)
+    manifest = Manifest.signed(header, [digest for _, digest in assembly.cut()], ORIGIN.sign)
+    assembly.finish(manifest)
+    return manifest
+
+
+def apply(store: VersionStore, base: Manifest, increments: list[Manifest], assembly: Assembly, target: Manifest,
+          workers: int = 1) -> list[int]:  # fmt: skip
+    locks = [threading.Lock() for _ in target.shards_sha256]
+    return Applier(store, base, dict(enumerate(target.shards_sha256)), assembly, locks).apply(increments, workers)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_stretches_become_verified_shards_in_any_order_on_any_number_of_cores(tmp_path: Path, workers: int) -> None:
     store, base, target, files = stored(tmp_path)
-    size = write_increment(store, base, target, tmp_path / "increment", chunk_bytes=4096)
-    header = increment_header(base, target, size, 1000)
-    assert header.is_increment and header.layout.shard_count == -(-size // 1000)
+    comparison, count = compared(store, base, target), target.layout.shard_count
+    assert count > 7
+    stretches = [Stretch(first, min(5, count - first)) for first in range(0, count, 5)]
+    increments = []
+    for stretch in stretches:
+        path = tmp_path / f"increment-{stretch.first}"
+        assert comparison.write(stretch, path, workers) == path.stat().st_size
+        assert path.read_bytes() == written(comparison, stretch, tmp_path / "again")
+        increments.append(sent(store, base, target, stretch, path))
     assembly = Assembly(tmp_path / "client", target.header)
-    applier = IncrementApplier(store, base, target, assembly)
-    increment = (tmp_path / "increment").read_bytes()
-    for at in range(0, size, 777):
-        applier.feed(increment[at : at + 777])
-    applier.finish()
-    assert applier.bad == [] and assembly.missing() == []
+    assert apply(store, base, increments[:0:-1], assembly, target, workers) == []
+    assert assembly.missing() == list(stretches[0].shards)
+    assert apply(store, base, increments, assembly, target, workers) == [] and assembly.missing() == []
     folder = assembly.finish(target)
     assert {name: (folder / name).read_bytes() for name in files} == files
+
+
+def written(comparison: Comparison, stretch: Stretch, path: Path) -> bytes:
+    comparison.write(stretch, path)
+    return path.read_bytes()
+
+
+def test_the_end_of_a_shard_may_cut_an_element_in_two(tmp_path: Path) -> None:
+    """Shards of 5003 bytes: every second border lies in the middle of a 16-bit weight."""
+    store, base, target, _ = stored(tmp_path)
+    comparison = compared(store, base, target)
+    for shard in range(target.layout.shard_count):
+        chunks = comparison.chunks(shard)
+        start = target.layout.shard_offset(shard)
+        assert chunks[0].offset == start and sum(c.size for c in chunks) == target.layout.shard_size(shard)
+        assert all(c.size % delta.WIDTHS[c.kind] == 0 for c in chunks)
+        assert [c.offset for c in chunks[1:]] == [c.offset + c.size for c in chunks[:-1]]
+        assert len(chunks) <= 10
 
 
 def test_a_wrong_increment_leaves_only_the_wrong_shards_to_fetch(tmp_path: Path) -> None:
     """Bit-exact, verified against the manifest: a lie in the increment reaches no final path."""
     store, base, target, files = stored(tmp_path)
-    pieces = list(increment_pieces(store, base, target, chunk_bytes=4096))
-    liar = bytearray(pieces[-1])
-    assert liar[0] == SPARSE and target.layout.names[-1] == "model.safetensors"
-    changed = bytearray(b"".join(pieces[:-1]))
-    _, new = encode_chunk(None, np.zeros(struct.unpack_from("<I", liar, 4)[0] // 2, np.uint16), "BF16")
-    record = struct.pack("<BBHIQI", RAW, liar[1], 0, struct.unpack_from("<I", liar, 4)[0], 0, len(new))
+    comparison, count = compared(store, base, target), target.layout.shard_count
+    honest = bytearray(written(comparison, Stretch(0, count), tmp_path / "honest"))
+    lengths = np.frombuffer(honest[-8 * count :], "<u8").tolist()
+    liar = sum(lengths[: count - 1])  # the last shard's stream: its only record says that nothing changed
+    size = target.layout.shard_size(count - 1)
+    stream = struct.pack("<8sQQ", delta.MAGIC, base.layout.size_bytes, size)
+    stream += struct.pack("<BBHIQI", SAME, delta.KIND_CODES.index("U8"), 0, size, 0, 0)
+    lengths[-1] = len(stream)
+    path = tmp_path / "lie"
+    path.write_bytes(bytes(honest[:liar]) + stream + np.array(lengths, "<u8").tobytes())
     assembly = Assembly(tmp_path / "client", target.header)
-    applier = IncrementApplier(store, base, target, assembly)
-    applier.feed(bytes(changed) + record + new)
-    applier.finish()
-    assert applier.bad == assembly.missing() and 0 < len(applier.bad) < target.layout.shard_count / 3
-    stream = b"".join(files.values())
-    for index in assembly.missing():  # fetched from a relay
-        start = target.layout.shard_offset(index)
-        writer = assembly.writer(index)
-        writer.write(stream[start : start + target.layout.shard_size(index)], "relay")
-        writer.finish(target.shards_sha256[index])
+    increment = sent(store, base, target, Stretch(0, count), path)
+    assert apply(store, base, [increment], assembly, target, workers=2) == [count - 1] == assembly.missing()
+    whole = b"".join(files.values())
+    start = target.layout.shard_offset(count - 1)
+    writer = assembly.writer(count - 1)  # fetched from a relay
+    writer.write(whole[start:], "relay")
+    writer.finish(target.shards_sha256[count - 1])
     assembly.finish(target)
+
+
+@pytest.mark.parametrize("bad", [b"", b"xx", bytes(16), struct.pack("<QQ", 1 << 63, 1 << 63)])
+def test_an_increment_that_is_none_is_refused(tmp_path: Path, bad: bytes) -> None:
+    store, base, target, _ = stored(tmp_path)
+    (tmp_path / "bad").write_bytes(b"12345678" + bad)
+    increment = sent(store, base, target, Stretch(0, 2), tmp_path / "bad")
+    with pytest.raises(DeltaError):
+        apply(store, base, [increment], Assembly(tmp_path / "client", target.header), target)
 
 
 # ----------------------------------------------------------------------------------------------------- hostile bytes

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from refimpl.identity import Identity, verify
+from refimpl.messages import Blob
 from refimpl.shardcast import assembly as assembly_module
 from refimpl.shardcast import disk as disk_module
 from refimpl.shardcast import store as store_module
 from refimpl.shardcast.assembly import MANIFEST_NAME, Assembly
 from refimpl.shardcast.disk import DiskFull, ShardMismatch, StoreError, check_space, place
+from refimpl.shardcast.disk_store import DiskStore
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import Header, Manifest
 from refimpl.shardcast.store import VersionStore
@@ -40,7 +43,7 @@ def make(version: int = 1, files: dict[str, bytes] | None = None) -> tuple[Manif
     header = Header(run_id="run", version=version, layout=layout, origin=ORIGIN.public_key)
     stream = b"".join(files.values())
     shards = [stream[i : i + SHARD_BYTES] for i in range(0, len(stream), SHARD_BYTES)]
-    return Manifest.signed(header, map(sha256, files.values()), map(sha256, shards), ORIGIN.sign), shards
+    return Manifest.signed(header, map(sha256, shards), ORIGIN.sign), shards
 
 
 def sha256(data: bytes) -> bytes:
@@ -229,7 +232,7 @@ def test_the_origin_cuts_as_it_reads(tmp_path: Path, copy: bool) -> None:
     for index, digest in assembly.cut():
         seen.append(digest)
         assert assembly.verified(index) and assembly.read(index, 0, SHARD_BYTES) == shards[index]
-    assert tuple(seen) == manifest.shards_sha256 and assembly.files_sha256 == manifest.files_sha256
+    assert tuple(seen) == manifest.shards_sha256
     folder = assembly.finish(manifest)
     assert os.path.samefile(folder / "config.json", sources[1]) is not copy
     (tmp_path / "source" / "config.json").unlink()  # the trainer cleans up; the version stays
@@ -376,7 +379,7 @@ def test_a_bad_folder_is_set_aside_when_the_store_is_opened(tmp_path: Path, harm
         (folder / "config.json").symlink_to("/etc/hostname")
     else:
         forger = Identity.from_seed(2, "forger")
-        forged = Manifest.signed(manifest.header, manifest.files_sha256, manifest.shards_sha256, forger.sign)
+        forged = Manifest.signed(manifest.header, manifest.shards_sha256, forger.sign)
         (folder / MANIFEST_NAME).write_bytes(forged.encode())
     found, problems = store.load(verify, ORIGIN.public_key)
     assert [m.version for m in found] == [1] and len(problems) == 1
@@ -469,3 +472,30 @@ def test_killed_at_random_moments_it_never_fetches_a_verified_shard_again(tmp_pa
             resumed_at.append(int(rest[0]))
     assert kills >= 3 and max(resumed_at) > 0  # by byte range too
     assert store.bad_shards(manifest) == [] and visible(root) == [manifest.label]
+
+
+def test_a_version_can_be_read_while_it_moves_to_its_final_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay serves shards of a version in the very moment in which it publishes it."""
+    manifest, shards = make()
+    shelf = DiskStore(tmp_path).begin(manifest.header)
+    for index, shard in enumerate(shards):
+        shelf.write(index, 0, Blob(len(shard), "", shard), "relay-1")
+        shelf.check(index, manifest.shards_sha256[index])
+    moved, move = threading.Event(), Assembly.move
+
+    def slow(assembly: Assembly, manifest: Manifest) -> Path:
+        target = move(assembly, manifest)
+        moved.set()
+        time.sleep(0.05)
+        return target
+
+    monkeypatch.setattr(Assembly, "move", slow)
+    publishing = threading.Thread(target=shelf.publish, args=(manifest,))
+    publishing.start()
+    assert moved.wait(5.0) and shelf.read(0, 0, SHARD_BYTES).data == shards[0]
+    publishing.join()
+    VersionStore(tmp_path).remove(manifest)
+    with pytest.raises(StoreError, match="was removed"):
+        shelf.read(0, 0, SHARD_BYTES)

@@ -8,7 +8,7 @@ import pytest
 
 from refimpl.shardcast.document import ManifestError
 from refimpl.shardcast.layout import Layout
-from refimpl.shardcast.manifest import Equivocation, Header, Manifest, Ref
+from refimpl.shardcast.manifest import Equivocation, Header, Manifest, Ref, Stretch
 from refimpl.shardcast.versions import Holders, Leases, LeaseTerms, Standing, VersionIndex
 
 ORIGIN = "ab" * 32
@@ -19,16 +19,17 @@ def full(version: int, content: bytes | None = None, *, run_id: str = "run", pre
     layout = Layout(names=("model",), sizes_bytes=(len(content),))
     header = Header(run_id=run_id, version=version, layout=layout, origin=ORIGIN, previous=previous)
     digest = hashlib.sha256(content).digest()
-    return Manifest(header=header, files_sha256=(digest,), shards_sha256=(digest,), signature=bytes(64))
+    return Manifest(header=header, shards_sha256=(digest,), signature=bytes(64))
 
 
 def increment(base: Manifest, target: Manifest, content: bytes = b"delta") -> Manifest:
     layout = Layout(names=("delta",), sizes_bytes=(len(content),))
     header = Header(
-        run_id="run", version=target.version, layout=layout, origin=ORIGIN, base=base.ref, target=target.ref
-    )
+        run_id="run", version=target.version, layout=layout, origin=ORIGIN, base=base.ref,
+        target=Ref(target.version, target.header.id), stretch=Stretch(0, 1),
+    )  # fmt: skip
     digest = hashlib.sha256(content).digest()
-    return Manifest(header=header, files_sha256=(digest,), shards_sha256=(digest,), signature=bytes(64))
+    return Manifest(header=header, shards_sha256=(digest,), signature=bytes(64))
 
 
 def index(*versions: int) -> VersionIndex:
@@ -78,9 +79,9 @@ def test_increments_must_join_known_versions() -> None:
     assert not known.add(increment(full(1), full(2)))
     with pytest.raises(Equivocation, match="two increments"):
         known.add(increment(full(1), full(2), b"another"))
-    with pytest.raises(Equivocation, match="version 2"):
-        known.add(increment(full(1), full(2, b"unlike")))
-    assert known.increments() == [(1, 2)]
+    with pytest.raises(Equivocation, match="version 1"):
+        known.add(increment(full(1, b"unlike"), full(2)))
+    assert known.increments() == [(1, 2, 0)]
 
 
 def test_a_removed_version_is_gone_not_unknown() -> None:

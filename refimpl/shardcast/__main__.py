@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--store", type=Path, required=True, help="folder for versions; what is there is resumed")
         made.add_argument("--reserve-gb", type=float, default=0.0, help="GB (10^9 bytes) to leave free on the disk")
         made.add_argument("--durable", action="store_true", help="wait for the disk before a version is published")
+        made.add_argument("--workers", type=int, default=0, help="threads that cut, compare and apply; 0: all cores")
 
     origin = command("origin", "Cut, sign and serve versions.")
     origin.add_argument("paths", nargs="*", type=Path, help="files or checkpoint folders to broadcast, in this order")

@@ -84,7 +84,6 @@ class Assembly:
             if ours:  # nothing to resume: leave nothing behind, least of all on a full disk
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        self._files_sha256: tuple[bytes, ...] = ()
 
     # ------------------------------------------------------------------------------------------------- state
     def missing(self) -> list[int]:
@@ -126,30 +125,19 @@ class Assembly:
         return ShardCutter(self, index)
 
     def cut(self) -> Iterator[tuple[int, bytes]]:
-        """Read the payload once, front to back; yield (index, SHA-256) as each shard has been hashed. `files_sha256`
-        is known at the end."""
-        whole = [hashlib.sha256() for _ in self.layout.names]
+        """Read the payload once, front to back; yield (index, SHA-256) as each shard has been hashed."""
         for index in range(self.layout.shard_count):
             shard = hashlib.sha256()
             for piece in self.layout.pieces(self.layout.shard_offset(index), self.layout.shard_size(index)):
                 for block in read_blocks(self._files[piece.file], piece.offset, piece.size):
                     shard.update(block)
-                    whole[piece.file].update(block)
             self._record(index, self.layout.shard_size(index), shard.digest())
             yield index, shard.digest()
-        self._files_sha256 = tuple(hasher.digest() for hasher in whole)
-
-    @property
-    def files_sha256(self) -> tuple[bytes, ...]:
-        if not self._files_sha256:
-            raise StoreError("the files' hashes are known only after the last shard was cut")
-        return self._files_sha256
 
     # -------------------------------------------------------------------------------------------------- the end
-    def publish(self, manifest: Manifest, *, durable: bool = True) -> Path:
-        """Everything is there and agrees with the manifest: put it at its final path, files and manifest at once.
-
-        `durable`: on disk before it is visible, so that not even a power cut leaves a half. Raises StoreError."""
+    def prepare(self, manifest: Manifest, *, durable: bool = True) -> None:
+        """Everything is there and agrees with the manifest: put the manifest beside it. `durable`: on disk before it is
+        visible, so that not even a power cut leaves a half. Raises StoreError."""
         if manifest.header != self.header:
             raise StoreError(f"the manifest of version {manifest.version} is not the one that was being assembled")
         for index, (found, expected) in enumerate(zip(self._sha256, manifest.shards_sha256, strict=True)):
@@ -167,6 +155,9 @@ class Assembly:
                 for descriptor in self._files:
                     os.fsync(descriptor)
                 sync_folder(self.payload)
+
+    def move(self, manifest: Manifest) -> Path:
+        """What was prepared appears at its final path: files and manifest at once."""
         target = self.root / manifest.label
         try:
             os.rename(self.payload, target)
@@ -174,8 +165,6 @@ class Assembly:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             # the same content is there already (its name is its hash); this copy is not needed
-        if durable:
-            sync_folder(self.root)
         return target
 
     def end(self) -> None:
@@ -184,8 +173,11 @@ class Assembly:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self, manifest: Manifest, *, durable: bool = True) -> Path:
-        """`publish`, then `end`."""
-        target = self.publish(manifest, durable=durable)
+        """All of it: `prepare`, `move`, `end`."""
+        self.prepare(manifest, durable=durable)
+        target = self.move(manifest)
+        if durable:
+            sync_folder(self.root)
         self.end()
         return target
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -36,8 +37,9 @@ from refimpl.shardcast.delta_codec import (
 )
 from refimpl.shardcast.delta_sparse import decode_sparse, encode_sparse, exponent_classes
 from refimpl.shardcast.tensors import OPAQUE, WIDTHS, Read, Span
+from refimpl.shardcast.workers import in_order
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 2 << 20
 MAGIC = b"SHRDDLT1"
 KIND_CODES = tuple(WIDTHS)  # code of a kind = its place
 _HEADER = struct.Struct("<8sQQ")  # magic, size of base, size of target
@@ -56,8 +58,11 @@ class Chunk(NamedTuple):
     base_offset: int | None
 
 
-def plan_chunks(base: Iterable[Span], target: Iterable[Span], chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """Cut the target into chunks of at most `chunk_bytes`, each beside its like in the base."""
+def plan_chunks(
+    base: Iterable[Span], target: Iterable[Span], chunk_bytes: int = CHUNK_BYTES, shard_bytes: int = 1 << 62
+) -> list[Chunk]:
+    """Cut the target into chunks of at most `chunk_bytes`, each beside its like in the base. None reaches over the end
+    of a shard, so that every shard of the target can be made by itself."""
     if not 8 <= chunk_bytes <= CHUNK_BYTES_MAX or chunk_bytes % 8:
         raise ValueError(f"chunk size is {chunk_bytes} bytes, a multiple of 8 up to {CHUNK_BYTES_MAX} was expected")
     where = {span.key: span.offset for span in base}
@@ -75,16 +80,23 @@ def plan_chunks(base: Iterable[Span], target: Iterable[Span], chunk_bytes: int =
             runs[-1] = last._replace(size=last.size + run.size)
         else:
             runs.append(run)
-    return [
-        Chunk(
-            run.offset + at,
-            min(chunk_bytes, run.size - at),
-            run.kind,
-            None if run.base_offset is None else run.base_offset + at,
-        )
-        for run in runs
-        for at in range(0, run.size, chunk_bytes)
-    ]
+    return [chunk for run in runs for chunk in _cut(run, chunk_bytes, shard_bytes)]
+
+
+def _cut(run: Chunk, chunk_bytes: int, shard_bytes: int) -> Iterator[Chunk]:
+    """Elements that the end of a shard cuts in two travel as single bytes on either side of it."""
+    width, at, end = WIDTHS[run.kind], run.offset, run.offset + run.size
+    while at < end:
+        stop = min(end, at + chunk_bytes, (at // shard_bytes + 1) * shard_bytes)
+        in_element = (at - run.offset) % width
+        if in_element:
+            stop, kind = min(stop, at + width - in_element), OPAQUE
+        elif stop - at >= width:
+            stop, kind = stop - (stop - at) % width, run.kind
+        else:
+            kind = OPAQUE
+        yield Chunk(at, stop - at, kind, None if run.base_offset is None else run.base_offset + at - run.offset)
+        at = stop
 
 
 def encode_chunk(old: np.ndarray | None, new: np.ndarray, kind: str) -> tuple[int, bytes]:
@@ -102,17 +114,25 @@ def encode_chunk(old: np.ndarray | None, new: np.ndarray, kind: str) -> tuple[in
     return min(tried, key=lambda one: len(one[1]))
 
 
+def encode_header(base_bytes: int, target_bytes: int) -> bytes:
+    return _HEADER.pack(MAGIC, base_bytes, target_bytes)
+
+
+def encode_record(read_base: Read, read_target: Read, chunk: Chunk) -> bytes:
+    """One chunk, ready to be sent."""
+    new = _elements(read_target(chunk.offset, chunk.size), chunk.kind)
+    old = None if chunk.base_offset is None else _elements(read_base(chunk.base_offset, chunk.size), chunk.kind)
+    coding, payload = encode_chunk(old, new, chunk.kind)
+    record = _RECORD.pack(coding, KIND_CODES.index(chunk.kind), 0, chunk.size, chunk.base_offset or 0, len(payload))
+    return record + payload
+
+
 def encode_increment(
-    read_base: Read, base_bytes: int, read_target: Read, target_bytes: int, chunks: Iterable[Chunk]
+    read_base: Read, base_bytes: int, read_target: Read, target_bytes: int, chunks: Iterable[Chunk], workers: int = 1
 ) -> Iterator[bytes]:
-    """The increment, piece by piece: the first pieces can travel while the last chunks are still being compared."""
-    yield _HEADER.pack(MAGIC, base_bytes, target_bytes)
-    for chunk in chunks:
-        new = _elements(read_target(chunk.offset, chunk.size), chunk.kind)
-        old = None if chunk.base_offset is None else _elements(read_base(chunk.base_offset, chunk.size), chunk.kind)
-        coding, payload = encode_chunk(old, new, chunk.kind)
-        record = _RECORD.pack(coding, KIND_CODES.index(chunk.kind), 0, chunk.size, chunk.base_offset or 0, len(payload))
-        yield record + payload
+    """The increment, piece by piece, its chunks compared on so many cores. `target_bytes`: of the chunks together."""
+    yield encode_header(base_bytes, target_bytes)
+    yield from in_order(partial(encode_record, read_base, read_target), chunks, workers)
 
 
 class IncrementDecoder:

@@ -7,27 +7,34 @@ when the machine has started anew since: what is wrong then is set aside, not se
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from refimpl.messages import Blob
 from refimpl.shardcast.assembly import Assembly
-from refimpl.shardcast.disk import StoreError, boot_id, full_disk_named, read_blocks
+from refimpl.shardcast.disk import StoreError, boot_id, full_disk_named, read_blocks, sync_folder
 from refimpl.shardcast.document import ManifestError
 from refimpl.shardcast.layout import Layout
-from refimpl.shardcast.manifest import Header, Manifest, Verify
-from refimpl.shardcast.shelf import INCREMENT_NAME, Shelf
-from refimpl.shardcast.store import FilePart, Problem, VersionStore
+from refimpl.shardcast.manifest import Header, Manifest, Stretch, Verify
+from refimpl.shardcast.shelf import INCREMENT_NAME, CutShelf, Shelf, increment_layout
+from refimpl.shardcast.store import Problem, VersionStore, reader_of
+from refimpl.shardcast.workers import cores, in_order
+
+if TYPE_CHECKING:
+    from refimpl.shardcast.increment import Comparison
 
 BOOT_NAME = ".shardcast.boot"
 COUNTER_NAME = ".shardcast.counter"
 SCRATCH = ".partial-increment-"
 DURABLE = b"durable"
+
+Opened = tuple[BinaryIO, int, int]
+"""A file that was opened for reading, and bytes [offset, offset + size) of it."""
 
 
 class DiskShelf:
@@ -43,7 +50,7 @@ class DiskShelf:
         self._assembly = assembly
         self.resumed = assembly is not None and assembly.received_bytes() > 0
         self._manifest: Manifest | None = None
-        self._lock = threading.Lock()
+        self._lock, self._moving = threading.Lock(), threading.Lock()
         self._locks = [threading.Lock() for _ in range(header.layout.shard_count)] if assembly else []
         self._inside = 0
         self._close: Callable[[], object] | None = None
@@ -94,23 +101,35 @@ class DiskShelf:
             return False
 
     def read(self, index: int, offset: int, size: int) -> Blob:
-        blocks = []
-        for path, start, length in self.parts(index, offset, size):
-            with open(path, "rb") as file:
-                blocks += list(read_blocks(file.fileno(), start, length))
+        blocks: list[bytes] = []
+        for file, start, length in self.open(index, offset, size):
+            with file:
+                blocks += read_blocks(file.fileno(), start, length)
         data = b"".join(blocks)
         return Blob(len(data), "", data)
 
-    def parts(self, index: int, offset: int, size: int) -> list[FilePart]:
-        """Where bytes of a shard lie in files just now. Names come from the signed header, never from a request."""
+    def open(self, index: int, offset: int, size: int) -> list[Opened]:
+        """The files that hold bytes of a shard, to be closed by who reads them. Names come from the signed header,
+        never from a request; none is looked for while the version moves to its final path. Raises StoreError when the
+        version is not here any more."""
         layout = self.header.layout
         size = min(size, layout.shard_size(index) - offset)
-        assembly = self._assembly
-        if assembly is None and self._manifest is None:
-            raise StoreError(f"version {self.header.version} was given up")
-        folder = self._store.folder(self._manifest) if self._manifest is not None else assembly.payload  # type: ignore[union-attr]
         pieces = layout.pieces(layout.shard_offset(index) + offset, size)
-        return [FilePart(folder / layout.names[piece.file], piece.offset, piece.size) for piece in pieces]
+        opened: list[Opened] = []
+        with self._moving:
+            assembly = self._assembly
+            if assembly is None and self._manifest is None:
+                raise StoreError(f"version {self.header.version} was given up")
+            folder = self._store.folder(self._manifest) if assembly is None else assembly.payload  # type: ignore[arg-type]
+            try:
+                for piece in pieces:
+                    file = open(folder / layout.names[piece.file], "rb")  # noqa: SIM115
+                    opened.append((file, piece.offset, piece.size))
+            except FileNotFoundError as error:
+                for done, _, _ in opened:
+                    done.close()
+                raise StoreError(f"version {self.header.version} was removed") from error
+        return opened
 
     def reset(self, index: int) -> None:
         with self._growing() as assembly:
@@ -123,8 +142,12 @@ class DiskShelf:
             if assembly is None:
                 return
             assembly.mark(BOOT_NAME, DURABLE if self._durable else boot_id())
-            assembly.publish(manifest, durable=self._durable)
-            self._manifest, self._assembly = manifest, None
+            assembly.prepare(manifest, durable=self._durable)
+            with self._moving:
+                assembly.move(manifest)
+                self._manifest, self._assembly = manifest, None
+            if self._durable:
+                sync_folder(assembly.root)
             self._close = assembly.end
 
     def abandon(self) -> None:
@@ -168,41 +191,52 @@ class DiskShelf:
 
 
 class CutDiskShelf(DiskShelf):
-    """The origin's version: its files are read once, front to back, hashed, and copied or linked on the way."""
+    """The origin's version: its files are read once, hashed, and copied or linked on the way."""
 
     def __init__(
-        self, store: VersionStore, header: Header, assembly: Assembly, sources: Sequence[Path], *, durable: bool
+        self,
+        store: VersionStore,
+        header: Header,
+        assembly: Assembly,
+        sources: Sequence[Path],
+        *,
+        durable: bool,
+        workers: int,
     ) -> None:
         super().__init__(store, header, assembly, durable=durable)
-        self._sources = sources
-        self._whole = [hashlib.sha256() for _ in header.layout.names]
+        self._sources, self._workers = sources, workers
+        self.content = reader_of(sources, header.layout)  # the version's stream, whether or not it is cut by now
 
-    def cut(self, index: int) -> bytes:
-        layout = self.header.layout
+    def cut(self, indices: Sequence[int]) -> list[bytes]:
         with self._growing() as assembly:
             assert assembly is not None, "a published version is not cut again"
-            cutter = assembly.cutter(index)
-            for piece in layout.pieces(layout.shard_offset(index), layout.shard_size(index)):
-                descriptor = os.open(self._sources[piece.file], os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    for block in read_blocks(descriptor, piece.offset, piece.size):
-                        cutter.take(block)
-                        self._whole[piece.file].update(block)
-                finally:
-                    os.close(descriptor)
-            return cutter.close()
+            return list(in_order(partial(self._cut, assembly), indices, min(self._workers, len(indices))))
 
-    def files_sha256(self) -> tuple[bytes, ...]:
-        return tuple(hasher.digest() for hasher in self._whole)
+    def _cut(self, assembly: Assembly, index: int) -> bytes:
+        layout, cutter = self.header.layout, assembly.cutter(index)
+        for piece in layout.pieces(layout.shard_offset(index), layout.shard_size(index)):
+            with open(self._sources[piece.file], "rb", buffering=0) as file:
+                for block in read_blocks(file.fileno(), piece.offset, piece.size):
+                    cutter.take(block)
+        return cutter.close()
 
 
 class DiskStore:
     """All versions of one run under `root`. `link`: an origin's files are linked, not copied; they must then not be
-    changed in place afterwards."""
+    changed in place afterwards. `workers`: threads that cut, compare and apply (None: as many as there are cores)."""
 
-    def __init__(self, root: Path, *, reserve_bytes: int = 0, durable: bool = False, link: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        reserve_bytes: int = 0,
+        durable: bool = False,
+        link: bool = False,
+        workers: int | None = None,
+    ) -> None:
         self.versions = VersionStore(root, reserve_bytes=reserve_bytes)
-        self.durable, self.link = durable, link
+        self.durable, self.link, self.workers = durable, link, workers or cores()
+        self._comparisons: dict[tuple[str, str], Comparison] = {}  # of the last target, by header ids
         self._shelves: dict[str, DiskShelf] = {}  # of what grows, by header id
 
     @property
@@ -262,7 +296,7 @@ class DiskStore:
                 sources = [assembly.payload / INCREMENT_NAME]
         else:
             assembly = self.versions.begin(header)
-        return CutDiskShelf(self.versions, header, assembly, sources, durable=self.durable)
+        return CutDiskShelf(self.versions, header, assembly, sources, durable=self.durable, workers=self.workers)
 
     def shelf(self, manifest: Manifest) -> DiskShelf:
         return DiskShelf.published(self.versions, manifest)
@@ -274,33 +308,45 @@ class DiskStore:
     def tidy(self) -> list[str]:
         return [f"{problem.path}: {problem.reason}" for problem in self.versions.clean()]
 
-    def make_increment(self, base: Manifest, target: Manifest, shard_bytes: int) -> tuple[Layout, Any]:
-        from refimpl.shardcast.increment import (
-            write_increment,  # compiled code: a third of a process's start and memory
-        )
-
-        path = self.root / f"{SCRATCH}{base.version}-{target.version}"
+    def make_increments(
+        self, base: Manifest, target: CutShelf, stretches: Sequence[Stretch], shard_bytes: int
+    ) -> list[tuple[Layout, Any]]:
+        assert isinstance(target, CutDiskShelf)
+        comparison, made = self._comparison(base, target), []
         try:
-            size = write_increment(self.versions, base, target, path)
+            for stretch in stretches:
+                path = self.root / f"{SCRATCH}{base.version}-{target.header.version}-{stretch.first}"
+                made.append((increment_layout(comparison.write(stretch, path, self.workers), shard_bytes), [path]))
         except BaseException:
-            path.unlink(missing_ok=True)
+            for left in self.root.glob(f"{SCRATCH}{base.version}-{target.header.version}-*"):
+                left.unlink(missing_ok=True)
             raise
-        return Layout(names=(INCREMENT_NAME,), sizes_bytes=(size,), shard_bytes=shard_bytes), [path]
+        return made
 
-    def apply_increment(self, increment: Manifest, base: Manifest, target: Manifest, shelf: Shelf) -> list[int]:
-        from refimpl.shardcast.increment import IncrementApplier  # as above
+    def _comparison(self, base: Manifest, target: CutDiskShelf) -> Comparison:
+        """The plan is made once for all stretches of a target."""
+        from refimpl.shardcast.increment import Comparison  # compiled code: a third of a process's start and memory
+
+        key = (target.header.id, base.header.id)
+        if key not in self._comparisons:
+            self._comparisons = {k: known for k, known in self._comparisons.items() if k[0] == target.header.id}
+            read_base = self.versions.reader(base)
+            self._comparisons[key] = Comparison(read_base, base.layout, target.content, target.header.layout)
+        return self._comparisons[key]
+
+    def apply_increments(
+        self, increments: Sequence[Manifest], base: Manifest, shelf: Shelf, sha256: Mapping[int, bytes]
+    ) -> list[int]:
+        from refimpl.shardcast.increment import Applier  # as above
 
         assert isinstance(shelf, DiskShelf)
         with shelf._growing() as assembly:
             if assembly is None:
                 return []
-            applier = IncrementApplier(self.versions, base, target, assembly)
-            size = increment.layout.size_bytes
-            step = 1 << 20
-            for offset in range(0, size, step):
-                applier.feed(self.versions.read(increment, offset, min(step, size - offset)))
-            applier.finish()
-            return applier.bad
+            try:
+                return Applier(self.versions, base, sha256, assembly, shelf._locks).apply(increments, self.workers)
+            except FileNotFoundError as error:
+                raise StoreError(f"{error.filename} was removed while it was read") from error
 
 
 def layout_of(path: Path, shard_bytes: int) -> tuple[Layout, list[Path]]:

@@ -5,6 +5,7 @@ Nothing counts as here that was not checked: an entry by its signature, a shard 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from refimpl.shardcast.manifest import Expected, Header, Manifest, Opening, ShardEntry, Verify
@@ -70,6 +71,15 @@ class Hoard:
         assert sha256 is not None, f"shard {index} was fetched before its hash was known"
         self.shelf.check(index, sha256)
         self.here.add(index)
+
+    def count(self, indices: Iterable[int]) -> None:
+        """These shards were made and verified here."""
+        self.here.update(index for index in indices if self.shelf.has(index))
+
+    def sha256(self, indices: Iterable[int]) -> dict[int, bytes]:
+        """What the origin has said so far of these shards."""
+        said = {index: self.expected.sha256(index) for index in indices}
+        return {index: sha256 for index, sha256 in said.items() if sha256 is not None}
 
     @property
     def complete(self) -> bool:

@@ -1,89 +1,133 @@
-"""Increments between versions on disk: made by the origin, applied by a client, checked against the signed manifest.
+"""Increments between versions: made by the origin, applied by a client, checked against the origin's signed entries.
 
-The increment is a file like any other: it gets a header (with `base` and `target`), shards and a manifest of its own,
-and relays carry it without knowing what it is. The client feeds its bytes, in order, to an `IncrementApplier`, which
-writes the target's shards into an `Assembly`. A shard that comes out wrong is simply one that is still missing: it is
-fetched from a relay instead, and only that one.
+An increment makes a stretch of the target's shards out of the base. It is a file like any other: it gets a header (with
+`base`, `target` and `stretch`), shards and a manifest of its own, and relays carry it without knowing what it is. A
+version is many such stretches: the first ones travel while later ones are still being compared.
+
+    bytes of an increment = one stream for each shard of the stretch (`delta.py`), then the lengths of the streams
+
+Each shard can therefore be made by itself: comparing spreads over cores by chunks, applying by shards, and what comes
+out is the same for any number of them. A shard that comes out wrong is simply one that is still missing: it is fetched
+from a relay instead, and only that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from refimpl.shardcast.assembly import Assembly
-from refimpl.shardcast.delta import CHUNK_BYTES, IncrementDecoder, encode_increment, plan_chunks
+from refimpl.shardcast.delta import CHUNK_BYTES, Chunk, IncrementDecoder, encode_header, encode_record, plan_chunks
 from refimpl.shardcast.disk import ShardMismatch, full_disk_named
+from refimpl.shardcast.document import DeltaError
 from refimpl.shardcast.layout import Layout
-from refimpl.shardcast.manifest import Header, Manifest
-from refimpl.shardcast.shelf import INCREMENT_NAME
+from refimpl.shardcast.manifest import Manifest, Stretch
 from refimpl.shardcast.store import VersionStore
-from refimpl.shardcast.tensors import spans
+from refimpl.shardcast.tensors import Read, spans
+from refimpl.shardcast.workers import in_order
+
+STEP_BYTES = 1 << 20
+_LENGTH = np.dtype("<u8")
 
 
-def increment_pieces(
-    store: VersionStore, base: Manifest, target: Manifest, *, chunk_bytes: int = CHUNK_BYTES
-) -> Iterator[bytes]:
-    """The increment from `base` to `target`, both in the store, as it is being made."""
-    read_base, read_target = partial(store.read, base), partial(store.read, target)
-    chunks = plan_chunks(spans(base.layout, read_base), spans(target.layout, read_target), chunk_bytes)
-    return encode_increment(read_base, base.layout.size_bytes, read_target, target.layout.size_bytes, chunks)
+class Comparison:
+    """A target, which may still be in the making, beside its base."""
+
+    def __init__(
+        self, read_base: Read, base: Layout, read_target: Read, target: Layout, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self.base, self.target, self._read_base, self._read_target = base, target, read_base, read_target
+        self._chunks = plan_chunks(spans(base, read_base), spans(target, read_target), chunk_bytes, target.shard_bytes)
+        self._starts = [chunk.offset for chunk in self._chunks]
+
+    def chunks(self, shard: int) -> list[Chunk]:
+        """Those that make this shard, in order."""
+        start = self.target.shard_offset(shard)
+        first, stop = (bisect_left(self._starts, at) for at in (start, start + self.target.shard_size(shard)))
+        return self._chunks[first:stop]
+
+    def write(self, stretch: Stretch, path: Path, workers: int = 1) -> int:
+        """Write the increment for these shards of the target; returns its size in bytes."""
+        record = partial(encode_record, self._read_base, self._read_target)
+        counts = [len(self.chunks(shard)) for shard in stretch.shards]
+        every = in_order(record, (chunk for shard in stretch.shards for chunk in self.chunks(shard)), workers)
+        lengths = []
+        with full_disk_named(path.parent), open(path, "wb") as file:
+            for shard, count in zip(stretch.shards, counts, strict=True):
+                length = file.write(encode_header(self.base.size_bytes, self.target.shard_size(shard)))
+                for _ in range(count):
+                    length += file.write(next(every))
+                lengths.append(length)
+            file.write(np.array(lengths, _LENGTH).tobytes())
+        return sum(lengths) + _LENGTH.itemsize * len(lengths)
 
 
-def write_increment(
-    store: VersionStore, base: Manifest, target: Manifest, path: Path, *, chunk_bytes: int = CHUNK_BYTES
-) -> int:
-    """Write the increment to `path`; returns its size in bytes."""
-    size = 0
-    with full_disk_named(path.parent), open(path, "wb") as file:
-        for piece in increment_pieces(store, base, target, chunk_bytes=chunk_bytes):
-            size += file.write(piece)
-    return size
+class Stream(NamedTuple):
+    """Bytes [offset, offset + size) of an increment, which make one shard of the target."""
+
+    increment: Manifest
+    shard: int
+    offset: int
+    size: int
 
 
-def increment_header(base: Manifest, target: Manifest, size_bytes: int, shard_bytes: int) -> Header:
-    """The header under which the increment travels."""
-    return Header(
-        run_id=target.header.run_id,
-        version=target.version,
-        layout=Layout(names=(INCREMENT_NAME,), sizes_bytes=(size_bytes,), shard_bytes=shard_bytes),
-        origin=target.header.origin,
-        base=base.ref,
-        target=target.ref,
-    )
+def streams(store: VersionStore, increment: Manifest) -> list[Stream]:
+    """What an increment in the store consists of. Raises DeltaError when it is no increment."""
+    stretch, size = increment.header.stretch, increment.layout.size_bytes
+    assert stretch is not None
+    end = size - _LENGTH.itemsize * stretch.length
+    if end < 0:
+        raise DeltaError(f"an increment of {size} bytes cannot make {stretch.length} shards")
+    lengths = np.frombuffer(store.read(increment, end, size - end), _LENGTH).tolist()
+    if sum(lengths) != end:
+        raise DeltaError(f"an increment's streams have {sum(lengths)} bytes, {end} were expected")
+    found, offset = [], 0
+    for shard, length in zip(stretch.shards, lengths, strict=True):
+        found.append(Stream(increment, shard, offset, length))
+        offset += length
+    return found
 
 
-class IncrementApplier:
-    """Turns an increment's bytes and the base into verified shards of the target."""
+class Applier:
+    """Turns increments and their base into verified shards of the target. `sha256`: what each shard must be."""
 
-    def __init__(self, store: VersionStore, base: Manifest, target: Manifest, assembly: Assembly) -> None:
-        self.bad: list[int] = []  # shards that came out wrong: fetch them
-        self._target, self._assembly = target, assembly
-        self._at = 0  # in the target's stream
-        self._decoder = IncrementDecoder(partial(store.read, base), base.layout.size_bytes, target.layout.size_bytes)
+    def __init__(
+        self,
+        store: VersionStore,
+        base: Manifest,
+        sha256: Mapping[int, bytes],
+        assembly: Assembly,
+        locks: Sequence[AbstractContextManager[object]],
+    ) -> None:
+        self._store, self._base, self._sha256, self._assembly, self._locks = store, base, sha256, assembly, locks
+        self._read_base = store.reader(base)
 
-    def feed(self, data: bytes | bytearray | memoryview) -> None:
-        """The increment's next bytes. Raises DeltaError; what was verified before stays."""
-        for piece in self._decoder.feed(data):
-            while piece:
-                index, offset = divmod(self._at, self._target.layout.shard_bytes)
-                size = self._target.layout.shard_size(index)
-                part, piece = piece[: size - offset], piece[size - offset :]
-                self._at += len(part)
-                self._take(index, offset, part, offset + len(part) == size)
+    def apply(self, increments: Sequence[Manifest], workers: int = 1) -> list[int]:
+        """All that these increments make; returns the shards that came out wrong. Raises DeltaError; what was verified
+        before stays."""
+        todo = [s for each in increments for s in streams(self._store, each) if not self._assembly.verified(s.shard)]
+        made = zip(todo, in_order(self._make, todo, workers), strict=True)
+        return [stream.shard for stream, good in made if not good]
 
-    def finish(self) -> None:
-        """No more bytes come. Raises DeltaError when the target is not complete."""
-        self._decoder.finish()
-
-    def _take(self, index: int, offset: int, part: memoryview, last: bool) -> None:
-        if index in self.bad:
-            return
-        writer = self._assembly.writer(index)
-        writer.write(part, "the increment", offset)
-        if last:
+    def _make(self, stream: Stream) -> bool:
+        layout = self._assembly.layout
+        decoder = IncrementDecoder(self._read_base, self._base.layout.size_bytes, layout.shard_size(stream.shard))
+        with self._locks[stream.shard]:
+            writer, at = self._assembly.writer(stream.shard), 0
+            for done in range(0, stream.size, STEP_BYTES):
+                size = min(STEP_BYTES, stream.size - done)
+                for piece in decoder.feed(self._store.read(stream.increment, stream.offset + done, size)):
+                    writer.write(piece, "the increment", at)
+                    at += len(piece)
+            decoder.finish()
             try:
-                writer.finish(self._target.shards_sha256[index])
+                writer.finish(self._sha256[stream.shard])
             except ShardMismatch:
-                self.bad.append(index)
+                return False
+        return True

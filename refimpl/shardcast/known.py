@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from refimpl.shardcast.document import ManifestError
 from refimpl.shardcast.hoard import Hoard, Wanted
-from refimpl.shardcast.manifest import Manifest, Verify
-from refimpl.shardcast.messages import AskNews, News
+from refimpl.shardcast.manifest import Header, Manifest, Verify
+from refimpl.shardcast.messages import AskNews, News, tag
 from refimpl.shardcast.route import Leg, Speeds, plan_route
 from refimpl.shardcast.shelf import Store
 
-OFFERS_MAX = 64
+OFFERS_MAX = 4096
 
 
 class Known:
@@ -19,7 +19,7 @@ class Known:
         self.store, self.verify, self.origin_key = store, verify, origin_key
         self.held: dict[int, Manifest] = {}  # complete, in the store
         self.newest: Hoard | None = None
-        self.increments: dict[tuple[int, int], Manifest] = {}  # on offer, by (base, target)
+        self.increments: dict[tuple[int, int], dict[int, Manifest]] = {}  # by (base, target), then by first shard
         self._between: dict[int, Manifest] = {}  # versions that a chain of them leads through
         self._opened: dict[int, Hoard] = {}
         self._given_up: set[tuple[int, int]] = set()
@@ -41,10 +41,11 @@ class Known:
     def question(self, patience_s: float) -> AskNews:
         newest = self.newest
         if newest is None:
-            return AskNews(-1, 0, False, -1, 0, patience_s)
+            return AskNews(-1, 0, False, -1, (), patience_s)
         final = bool(newest.manifest)
-        offers = sum(base >= self.have for base, _ in self.increments)
-        return AskNews(newest.header.version, len(newest.entries), final, self.have, offers, patience_s)
+        offers = [m for (base, _), each in self.increments.items() if base >= self.have for m in each.values()]
+        tags = tuple(tag(manifest.header) for manifest in offers)
+        return AskNews(newest.header.version, len(newest.entries), final, self.have, tags, patience_s)
 
     def learn(self, news: News) -> list[Wanted]:
         """Take what is new; returns shards of the newest version that may be fetched since. Raises ManifestError when
@@ -87,49 +88,78 @@ class Known:
             self._between[manifest.version] = manifest
         for raw in news.increments[:OFFERS_MAX]:
             manifest = Manifest.decode(raw, self.verify, self.origin_key)
-            if manifest.header.base is not None:
-                self.increments[manifest.header.base.version, manifest.version] = manifest
+            base, stretch = manifest.header.base, manifest.header.stretch
+            if base is not None and stretch is not None:
+                self.increments.setdefault((base.version, manifest.version), {})[stretch.first] = manifest
 
     # -------------------------------------------------------------------------------------------------------- route
     def next_leg(self, speeds: Speeds) -> Leg | None:
-        """The increment to fetch now, when increments bring us to the newest version before the whole file would."""
+        """The increments to fetch now, when they bring us to the newest version before the whole file would."""
         newest = self.newest
-        if newest is None or not newest.manifest or newest.published or not self.held:
+        if newest is None or newest.published or not self.held:
             return None
         full = {version: manifest.layout.size_bytes for version, manifest in self._between.items()}
-        full[newest.header.version] = sum(size - here for _, size, here in newest.missing())
-        sizes = {
-            key: manifest.layout.size_bytes
-            for key, manifest in self.increments.items()
-            if key not in self._given_up and self._fits(manifest)
-        }
+        full[newest.header.version] = _left_bytes(newest)
+        sizes = {}
+        for base, target in self.increments:
+            manifests = self.offers(base, target)
+            if manifests and (base, target) not in self._given_up:
+                sizes[base, target] = self._size_of_all(target, manifests)
         route = plan_route(self.have, newest.header.version, full, sizes, speeds)
         if route is None or not route.legs or any(leg.base is None for leg in route.legs):
             return None
         return route.legs[0]
 
-    def open_leg(self, leg: Leg) -> tuple[Hoard, Hoard]:
-        """(the version that the increment leads to, the increment), begun or resumed. Raises StoreError."""
-        assert self.newest is not None and leg.base is not None
-        increment = self.increments[leg.base, leg.target]
-        payload = Hoard.from_manifest(increment, self.store.begin(increment.header))
-        if leg.target == self.newest.header.version:
-            return self.newest, payload
-        if leg.target not in self._opened:
-            manifest = self._between[leg.target]
-            self._opened[leg.target] = Hoard.from_manifest(manifest, self.store.begin(manifest.header))
-        return self._opened[leg.target], payload
+    def offers(self, base: int, target: int) -> list[Manifest]:
+        """Increments from one version to another that are known by now and fit them, in the order of the shards."""
+        return [m for _, m in sorted(self.increments.get((base, target), {}).items()) if self._fits(m)]
 
-    def give_up_increment(self, base: int | None, target: int) -> None:
-        if base is not None:
-            self._given_up.add((base, target))
+    def open_target(self, version: int) -> Hoard:
+        """The version that increments lead to, begun or resumed. Raises StoreError."""
+        assert self.newest is not None
+        if version == self.newest.header.version:
+            return self.newest
+        if version not in self._opened:
+            manifest = self._between[version]
+            self._opened[version] = Hoard.from_manifest(manifest, self.store.begin(manifest.header))
+        return self._opened[version]
+
+    def give_up_increments(self, base: int, target: int) -> None:
+        self._given_up.add((base, target))
+
+    def _header(self, version: int) -> Header | None:
+        if self.newest is not None and version == self.newest.header.version:
+            return self.newest.header
+        manifest = self._between.get(version)
+        return None if manifest is None else manifest.header
 
     def _fits(self, increment: Manifest) -> bool:
         """It starts from what we hold or pass through, and leads to the very version that we know under its number."""
         header = increment.header
-        assert header.base is not None and header.target is not None and self.newest is not None
+        assert header.base is not None and header.target is not None and header.stretch is not None
         base = self.held.get(header.base.version) or self._between.get(header.base.version)
-        target = self._between.get(header.target.version)
-        if header.target.version == self.newest.header.version:
-            target = self.newest.final
-        return base is not None and target is not None and base.ref == header.base and target.ref == header.target
+        target = self._header(header.target.version)
+        return (
+            base is not None
+            and target is not None
+            and base.ref == header.base
+            and target.id == header.target.content_id
+            and header.stretch.shards.stop <= target.layout.shard_count
+        )
+
+    def _size_of_all(self, target: int, increments: list[Manifest]) -> int:
+        """Bytes of these increments and of what comes beside them: more of their like while the target is still being
+        cut, whole shards when nothing more will come."""
+        header = self._header(target)
+        assert header is not None and self.newest is not None
+        shards = {shard for m in increments for shard in (m.header.stretch.shards if m.header.stretch else ())}
+        made = sum(header.layout.shard_size(shard) for shard in shards)
+        size = sum(manifest.layout.size_bytes for manifest in increments)
+        if target == self.newest.header.version and not self.newest.manifest:
+            return round(size * header.layout.size_bytes / made)
+        return size + header.layout.size_bytes - made
+
+
+def _left_bytes(hoard: Hoard) -> int:
+    layout = hoard.header.layout
+    return sum(layout.shard_size(i) - hoard.shelf.received(i) for i in range(layout.shard_count) if i not in hoard.here)

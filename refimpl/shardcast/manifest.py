@@ -4,11 +4,14 @@ Three documents, all signed by the origin's key, all canonical JSON, all read as
 
 - `Opening`: "version 12 of run R is coming: these files, cut into shards of this size." Sent first.
 - `ShardEntry`: "its shard 7 has this size and this SHA-256." Provisional: shard 7 travels while shard 8 is being cut.
-- `Manifest`: all hashes, the Merkle root, the files' SHA-256. Published last, in one piece. Nothing reaches a final
-  path without it, and it must agree with every entry that went before (`Expected`).
+- `Manifest`: all hashes and their Merkle root. Published last, in one piece. Nothing reaches a final path without it,
+  and it must agree with every entry that went before (`Expected`).
 
 A version belongs to a run id and a content hash, so its number is never an identity by itself. File names are labels of
 one path component from a small alphabet: no document can name a place outside the folder that it is unpacked into.
+
+The whole is named by the Merkle root, not by one SHA-256 over all bytes: that would be a second pass over every byte,
+and one that no second core can help with (62 GB: a minute).
 
 Differs from the original (shardcast 0.3.2): 1) hash per shard and a Merkle root, not one hash of the whole file;
 2) signed; 3) SHA-256, as the paper says (the package uses BLAKE3); 4) run id and content hash beside the version
@@ -55,10 +58,22 @@ class Ref(NamedTuple):
     content_id: str
 
 
+class Stretch(NamedTuple):
+    """Shards first, first + 1, … of a version: what one increment makes."""
+
+    first: int
+    length: int
+
+    @property
+    def shards(self) -> range:
+        return range(self.first, self.first + self.length)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """All that is known of a version before its bytes are read. `base` set: the payload is an increment that turns
-    `base` into `target` (see `delta.py`); not set: the payload is the version itself."""
+    """All that is known of a version before its bytes are read. `base` not set: the payload is the version itself. Set:
+    it is an increment (see `delta.py`), which makes the shards `stretch` of `target` out of `base`; the target, which
+    may still be in the making, is named by the id of its header."""
 
     run_id: str
     version: int
@@ -67,13 +82,16 @@ class Header:
     previous: Ref | None = None
     base: Ref | None = None
     target: Ref | None = None
+    stretch: Stretch | None = None
 
     def __post_init__(self) -> None:
         check_name(self.run_id, "run id")
         if not 0 <= self.version <= VERSION_MAX:
             raise ManifestError(f"version is {self.version}, 0 to {VERSION_MAX} was expected")
-        if (self.base is None) != (self.target is None):
-            raise ManifestError("an increment names both its base and its target")
+        if not (self.base is None) == (self.target is None) == (self.stretch is None):
+            raise ManifestError("an increment names its base, its target and the shards that it makes")
+        if self.stretch is not None and not (self.stretch.first >= 0 < self.stretch.length):
+            raise ManifestError(f"an increment makes at least one shard, not {self.stretch.length}")
         if (
             self.base is not None
             and self.target is not None
@@ -104,6 +122,7 @@ class Header:
             "previous": list(self.previous) if self.previous else None,
             "base": list(self.base) if self.base else None,
             "target": list(self.target) if self.target else None,
+            "stretch": list(self.stretch) if self.stretch else None,
         }
 
 
@@ -185,27 +204,19 @@ class Manifest:
     """The final word on a version."""
 
     header: Header
-    files_sha256: tuple[bytes, ...]  # one per file, whole
-    shards_sha256: tuple[bytes, ...]  # one per shard
+    shards_sha256: tuple[bytes, ...]
     signature: bytes = b""
 
     def __post_init__(self) -> None:
-        layout = self.header.layout
-        for what, hashes, count in (
-            ("file", self.files_sha256, len(layout.names)),
-            ("shard", self.shards_sha256, layout.shard_count),
-        ):
-            if len(hashes) != count or any(len(digest) != 32 for digest in hashes):
-                raise ManifestError(f"{len(hashes)} {what} hashes for {count} {what}s of 32 bytes each")
+        count = self.header.layout.shard_count
+        if len(self.shards_sha256) != count or any(len(digest) != 32 for digest in self.shards_sha256):
+            raise ManifestError(f"{len(self.shards_sha256)} hashes for {count} shards, 32 bytes each were expected")
 
     @classmethod
-    def signed(
-        cls, header: Header, files_sha256: Iterable[bytes], shards_sha256: Iterable[bytes], sign: Sign
-    ) -> Manifest:
-        files, shards = tuple(files_sha256), tuple(shards_sha256)
-        fields = cls(header=header, files_sha256=files, shards_sha256=shards).fields()
-        signature = sign(canonical("manifest", fields))
-        return cls(header=header, files_sha256=files, shards_sha256=shards, signature=signature)
+    def signed(cls, header: Header, shards_sha256: Iterable[bytes], sign: Sign) -> Manifest:
+        shards = tuple(shards_sha256)
+        signature = sign(canonical("manifest", cls(header=header, shards_sha256=shards).fields()))
+        return cls(header=header, shards_sha256=shards, signature=signature)
 
     @property
     def version(self) -> int:
@@ -221,11 +232,10 @@ class Manifest:
 
     @cached_property
     def content_id(self) -> str:
-        """Hash of the content alone: names, sizes and bytes of the files, whatever the shard size, run or version."""
-        files = zip(self.layout.names, self.layout.sizes_bytes, self.files_sha256, strict=True)
-        return hashlib.sha256(
-            canonical("content", {"files": [[name, size, digest.hex()] for name, size, digest in files]})
-        ).hexdigest()
+        """Hash of the content and of how it is cut: names, sizes and bytes of the files, whatever run or version."""
+        files = [[name, size] for name, size in zip(self.layout.names, self.layout.sizes_bytes, strict=True)]
+        content = {"files": files, "shard_bytes": self.layout.shard_bytes, "root": self.root.hex()}
+        return hashlib.sha256(canonical("content", content)).hexdigest()
 
     @property
     def ref(self) -> Ref:
@@ -234,14 +244,14 @@ class Manifest:
     @property
     def label(self) -> str:
         """The folder name that this version has in a store."""
-        if self.header.base is not None:
-            return f"v{self.version:08d}-from-v{self.header.base.version:08d}-{self.content_id[:16]}"
+        if self.header.base is not None and self.header.stretch is not None:
+            place = f"from-v{self.header.base.version:08d}-{self.header.stretch.first:05d}"
+            return f"v{self.version:08d}-{place}-{self.content_id[:16]}"
         return f"v{self.version:08d}-{self.content_id[:16]}"
 
     def fields(self) -> Fields:
         return {
             **self.header.fields(),
-            "files_sha256": [digest.hex() for digest in self.files_sha256],
             "shards_sha256": [digest.hex() for digest in self.shards_sha256],
             "root": self.root.hex(),
         }
@@ -256,7 +266,6 @@ class Manifest:
         header = _read_header(fields)
         manifest = cls(
             header=header,
-            files_sha256=_read_hashes(fields, "files_sha256", FILES_MAX),
             shards_sha256=_read_hashes(fields, "shards_sha256", SHARDS_MAX),
             signature=signature,
         )
@@ -264,6 +273,19 @@ class Manifest:
             raise ManifestError(f"the Merkle root of version {header.version} does not match its shard hashes")
         _check_signature("manifest", fields, header.origin, signature, verify, origin)
         return manifest
+
+
+def increment_header(base: Manifest, target: Header, stretch: Stretch, layout: Layout) -> Header:
+    """The header under which the increment travels."""
+    return Header(
+        run_id=target.run_id,
+        version=target.version,
+        layout=layout,
+        origin=target.origin,
+        base=base.ref,
+        target=Ref(target.version, target.id),
+        stretch=stretch,
+    )
 
 
 class Equivocation(ManifestError):
@@ -319,9 +341,11 @@ class Expected:
 
 
 # ------------------------------------------------------------------------------------------------ reading
-_HEADER_KEYS = frozenset({"run_id", "version", "files", "shard_bytes", "origin", "previous", "base", "target"})
+_HEADER_KEYS = frozenset(
+    {"run_id", "version", "files", "shard_bytes", "origin", "previous", "base", "target", "stretch"}
+)
 _ENTRY_KEYS = frozenset({"header_id", "index", "size_bytes", "sha256"})
-_MANIFEST_KEYS = _HEADER_KEYS | {"files_sha256", "shards_sha256", "root"}
+_MANIFEST_KEYS = _HEADER_KEYS | {"shards_sha256", "root"}
 
 
 def _read_ref(value: object, what: str) -> Ref | None:
@@ -331,6 +355,15 @@ def _read_ref(value: object, what: str) -> Ref | None:
     if len(items) != 2:
         raise ManifestError(f"{what} is {items!r:.80}, [version, content hash] was expected")
     return Ref(natural({what: items[0]}, what, VERSION_MAX), check_hex(items[1], what))
+
+
+def _read_stretch(value: object) -> Stretch | None:
+    if value is None:
+        return None
+    items = check_list(value, "stretch", 2)
+    if len(items) != 2:
+        raise ManifestError(f"stretch is {items!r:.80}, [first shard, number of shards] was expected")
+    return Stretch(*(natural({"stretch": item}, "stretch", SHARDS_MAX) for item in items))
 
 
 def _read_header(fields: Fields) -> Header:
@@ -352,6 +385,7 @@ def _read_header(fields: Fields) -> Header:
         previous=_read_ref(fields["previous"], "previous"),
         base=_read_ref(fields["base"], "base"),
         target=_read_ref(fields["target"], "target"),
+        stretch=_read_stretch(fields["stretch"]),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from refimpl.messages import Blob, Message, wire
+from refimpl.shardcast.manifest import Header
 
 
 @wire
@@ -20,8 +21,13 @@ class AskNews(Message):
     entries: int  # provisional entries of it that it has
     final: bool  # it has the final manifest of it
     have: int  # the version that it holds complete; -1: none
-    increments: int  # offers from there to the newest that it knows
+    increments: tuple[int, ...]  # offers on the way from there that it knows, each by its `tag`
     patience_s: float
+
+
+def tag(header: Header) -> int:
+    """Tells increments on offer apart, in few bytes."""
+    return int(header.id[:8], 16)
 
 
 @wire
@@ -34,7 +40,7 @@ class News(Message):
     entries: tuple[bytes, ...]
     manifest: bytes
     increments: tuple[bytes, ...] = ()  # manifests of increments on the way from `have` to `version`
-    between: tuple[bytes, ...] = ()  # manifests of the versions that they lead through
+    between: tuple[bytes, ...] = ()  # manifests of the versions that they lead to before that
 
 
 @wire

@@ -1,13 +1,13 @@
 """The origin: cuts a version as it reads it, signs each shard's entry as soon as it is hashed, the manifest last.
 
 Serves like a relay (`serving.py`) and takes `Complaint`s. Shards are on their way while later ones are still being cut.
-When it makes increments, it first compares the new version with the ones before: for those who have one of them, a
-fiftieth of the bytes is on offer at the same moment as the version itself.
+When it makes increments, a round of shards is cut and compared on all cores, and its increments are out with it: for
+those who have a version before, a fiftieth of the bytes is on its way while the next round is being cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,20 +16,38 @@ from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.layout import SHARD_BYTES, Layout
-from refimpl.shardcast.manifest import Expected, Header, Manifest, Opening, Ref, ShardEntry, Verify
+from refimpl.shardcast.manifest import (
+    Expected,
+    Header,
+    Manifest,
+    Opening,
+    Ref,
+    ShardEntry,
+    Stretch,
+    Verify,
+    increment_header,
+)
 from refimpl.shardcast.messages import Complaint, complaint_bytes
 from refimpl.shardcast.serving import ServingConfig, ShardServer
 from refimpl.shardcast.shelf import CutShelf, Store, virtual_shards
-from refimpl.work import Hash
+from refimpl.work import Hash, Spread
 from refimpl.world import Refused, World
 
-ENCODE_AS_HASH = 3.0
-"""What comparing a byte with its predecessor costs, in bytes hashed (both measured, experiments/bench)."""
+ENCODE_AS_HASH = 5.0
+"""What reading two versions and comparing a byte costs, in bytes hashed (both measured, experiments/bench)."""
 INCREMENT_SHARE_MAX = 0.5
 """An increment that saves less than half is not worth its name."""
+INCREMENTS_MAX = 128
+"""Of one version from one base: each is a stretch of its shards."""
+STRETCH_BYTES_MIN = 64 << 20
+"""So much of a version goes into one increment, unless it has less: many small files help nobody."""
 COMPLAINTS_MAX = 100_000
 
 __all__ = ["Origin", "virtual_shards"]
+
+
+def _shards_of_increment(layout: Layout) -> int:
+    return max(-(-layout.shard_count // INCREMENTS_MAX), -(-STRETCH_BYTES_MIN // layout.shard_bytes))
 
 
 class Origin:
@@ -75,31 +93,39 @@ class Origin:
             previous=self.previous,
         )
         bases = [hoard.final for _, hoard in sorted(self.server.hoards.items()) if hoard.published]
-        bases = bases[-self.increments :] if self.increments else []
+        count = min(self.increments, self.server.config.keep - 1)  # a base must stay until it was compared
+        bases = bases[-count:] if count > 0 else []
         self.journal("publishing", version=header.version, size_bytes=layout.size_bytes, shards=layout.shard_count)
-        hoard = await self._cut(header, content, at_once=not bases)
-        for base in reversed(bases):
-            await self._offer_increment(base, hoard)
-        if bases:
-            self.server.hold(hoard)
+        hoard = await self._cut(header, content, bases[::-1])
+        for base in bases:
+            sizes = [increment.header.layout.size_bytes for increment in self._made(base, hoard)]
+            if sizes:
+                self.journal("increment", base=base.version, version=header.version, size_bytes=sum(sizes))
         self.previous = hoard.final.ref
         self.journal("published", version=header.version)
         return hoard.final
 
-    async def _cut(self, header: Header, content: Any, *, at_once: bool) -> Hoard:
-        """`at_once`: each shard may be fetched as soon as it is cut; else nothing is said of the version so far."""
-        sign, shelf = self.identity.sign, self.store.adopt(header, content)
-        hoard = Hoard(header, Expected(header), shelf, Opening.signed(header, sign).encode())
+    def _made(self, base: Manifest, target: Hoard) -> list[Hoard]:
+        between = (base.version, target.header.version)
+        return [hoard for (*key, _), hoard in self.server.increments.items() if tuple(key) == between]
+
+    async def _cut(self, header: Header, content: Any, bases: list[Manifest]) -> Hoard:
+        """Round by round: some shards are cut, compared with each base, and out. Without bases a round is a shard."""
+        shelf = self.store.adopt(header, content)
+        hoard = Hoard(header, Expected(header), shelf, Opening.signed(header, self.identity.sign).encode())
+        count = _shards_of_increment(header.layout) if bases else 1
+        shards = count * -(-self.store.workers // count) if bases else 1
+        bases = list(bases)
         try:
-            if at_once:
+            if not bases:
                 self.server.hold(hoard)
-            for index in range(header.layout.shard_count):
-                work = Hash(size_bytes=header.layout.shard_size(index))
-                sha256 = await self.world.compute(work, partial(shelf.cut, index))
-                hoard.here.add(index)
-                entry = ShardEntry.signed(header, index, sha256, sign)
-                hoard.expected.add(entry)
-                hoard.entries.append(entry.encode())
+            for first in range(0, header.layout.shard_count, shards):
+                now = range(first, min(first + shards, header.layout.shard_count))
+                await self._cut_shards(hoard, shelf, now)
+                stretches = [Stretch(at, min(count, now.stop - at)) for at in now[::count]]
+                bases = [base for base in bases if await self._offer_increments(base, hoard, shelf, stretches)]
+                if hoard.header.version not in self.server.hoards:
+                    self.server.hold(hoard)  # with the first increments: so nobody begins to fetch the whole
                 self.server.changed()
             await self._sign(hoard, shelf)
         except BaseException:
@@ -108,42 +134,48 @@ class Origin:
         self.server.changed()
         return hoard
 
+    async def _cut_shards(self, hoard: Hoard, shelf: CutShelf, shards: Sequence[int]) -> None:
+        piece = Hash(size_bytes=hoard.header.layout.shard_size(shards[0]))
+        work = piece if len(shards) == 1 else Spread(piece, len(shards))
+        for shard, sha256 in zip(shards, await self.world.compute(work, partial(shelf.cut, shards)), strict=True):
+            hoard.here.add(shard)
+            entry = ShardEntry.signed(hoard.header, shard, sha256, self.identity.sign)
+            hoard.expected.add(entry)
+            hoard.entries.append(entry.encode())
+
     async def _sign(self, hoard: Hoard, shelf: CutShelf) -> None:
         """The final word: nothing was fetched in vain unless this fails, and nothing is at a final path before it."""
         hashes = [hoard.expected.sha256(index) or b"" for index in range(hoard.header.layout.shard_count)]
-        manifest = Manifest.signed(hoard.header, shelf.files_sha256(), hashes, self.identity.sign)
+        manifest = Manifest.signed(hoard.header, hashes, self.identity.sign)
         await self.world.compute(Hash(size_bytes=0), partial(shelf.publish, manifest))
         hoard.expected.finish(manifest)
         hoard.manifest, hoard.published = manifest.encode(), True
 
-    async def _offer_increment(self, base: Manifest, target: Hoard) -> None:
-        """Make the increment from `base`, and serve it if it saves enough."""
-        final = target.final
-        size_bytes = final.layout.size_bytes
-        work = Hash(size_bytes=round(ENCODE_AS_HASH * size_bytes))
-        make = partial(self.store.make_increment, base, final, min(SHARD_BYTES, final.layout.shard_bytes))
-        layout, content = await self.world.compute(work, make)
-        header = Header(
-            run_id=self.run_id,
-            version=final.version,
-            layout=layout,
-            origin=self.identity.public_key,
-            base=base.ref,
-            target=final.ref,
-        )
-        shelf = self.store.adopt(header, content)
-        if layout.size_bytes > INCREMENT_SHARE_MAX * size_bytes:
-            shelf.abandon()
-            self.journal("increment_too_large", base=base.version, size_bytes=layout.size_bytes)
-            return
-        hoard = Hoard(header, Expected(header), shelf)
-        for index in range(layout.shard_count):
-            sha256 = await self.world.compute(Hash(size_bytes=layout.shard_size(index)), partial(shelf.cut, index))
-            hoard.expected.add(ShardEntry.signed(header, index, sha256, self.identity.sign))
-            hoard.here.add(index)
-        await self._sign(hoard, shelf)
-        self.server.hold(hoard)
-        self.journal("increment", base=base.version, version=final.version, size_bytes=layout.size_bytes)
+    async def _offer_increments(
+        self, base: Manifest, target: Hoard, shelf: CutShelf, stretches: Sequence[Stretch]
+    ) -> bool:
+        """Make the increments from `base` for these stretches, and serve them. False: they do not save enough."""
+        layout = target.header.layout
+        shards = sum(stretch.length for stretch in stretches)
+        work = Spread(Hash(size_bytes=round(ENCODE_AS_HASH * layout.shard_size(stretches[0].first))), shards)
+        make = partial(self.store.make_increments, base, shelf, stretches, min(SHARD_BYTES, layout.shard_bytes))
+        made = await self.world.compute(work, make)
+        adopted = [
+            (layout, self.store.adopt(increment_header(base, target.header, stretch, layout), content))
+            for stretch, (layout, content) in zip(stretches, made, strict=True)
+        ]
+        size_bytes = sum(layout.size_bytes for layout, _ in adopted)
+        if size_bytes > INCREMENT_SHARE_MAX * sum(layout.shard_size(i) for s in stretches for i in s.shards):
+            for _, increment in adopted:
+                increment.abandon()
+            self.journal("increment_too_large", base=base.version, size_bytes=size_bytes)
+            return False
+        for _, increment in adopted:
+            hoard = Hoard(increment.header, Expected(increment.header), increment)
+            await self._cut_shards(hoard, increment, range(increment.header.layout.shard_count))
+            await self._sign(hoard, increment)
+            self.server.hold(hoard)
+        return True
 
     async def complain(self, source: str, message: Complaint) -> Message:
         """Somebody got a wrong shard: noted with its relay's name, for whoever runs the relays."""

@@ -24,12 +24,13 @@ from refimpl.shardcast.disk import ShardMismatch, StoreError
 from refimpl.shardcast.document import DeltaError, ManifestError
 from refimpl.shardcast.fetch import Fetch, FetchPlan, FetchRules
 from refimpl.shardcast.hoard import Hoard
+from refimpl.shardcast.job import Job
 from refimpl.shardcast.known import Known
-from refimpl.shardcast.manifest import Manifest, Verify
+from refimpl.shardcast.manifest import Manifest, Stretch, Verify
 from refimpl.shardcast.messages import AskShard, Complaint, News, complaint_bytes
 from refimpl.shardcast.route import Speeds
 from refimpl.shardcast.shelf import Store
-from refimpl.work import Hash
+from refimpl.work import Hash, Spread
 from refimpl.world import CallError, World
 
 LOOK_AGAIN_S = 1e-3
@@ -39,7 +40,9 @@ ASKED_AT_ONCE = 2
 COMPLAIN_TO = 3
 """Sources that hear of a wrong shard when the origin's address is not known."""
 APPLY_AS_HASH = 5.0
-"""What decoding a byte out of an increment and hashing it costs, in bytes hashed (experiments/bench)."""
+"""What a byte costs that is read, decoded, written and hashed, in bytes hashed (measured, experiments/bench)."""
+APPLY_BYTES_PER_S = 300e6
+"""Of the target, on one core: what a node reckons with before it begins."""
 
 POLICIES: dict[str, Callable[[], RelayChoice]] = {
     "published": lambda: MovingAverage(failures="published"),
@@ -65,19 +68,6 @@ class PullerConfig:
     news_timeout_s: float = 90.0
     news_interval_s: float = 0.5  # at least, between two questions
     retry_s: float = 2.0
-
-
-@dataclass
-class _Job:
-    """What is being fetched just now: a version's own shards, or those of an increment that leads to it."""
-
-    target: Hoard
-    payload: Hoard  # the target itself, or the increment
-    plan: FetchPlan
-
-    @property
-    def is_increment(self) -> bool:
-        return self.payload is not self.target
 
 
 class Puller:
@@ -107,10 +97,8 @@ class Puller:
         self.trouble = ""  # the last thing that kept a version from being taken
         self.no_room = False  # and it was this node's own disk
         self.asked = False  # a source has answered since this node began
-        self._job: _Job | None = None
-        self._busy = False  # publishing, or applying an increment
-        self._received: dict[int, int] = {}  # by ticket: bytes so far; written by the transfers
-        self._cut_off: set[int] = set()
+        self._job: Job | None = None
+        self._busy = False  # publishing, or applying increments
         self._wake, self._heard = world.signal(), world.signal()
 
     @property
@@ -126,7 +114,7 @@ class Puller:
         """Changes whenever something comes: versions held, shards, bytes under way."""
         newest = self.hoard
         here = len(newest.here) if newest is not None else 0
-        return self.known.have, here, sum(self._received.values())
+        return self.known.have, here, sum(self._job.received.values()) if self._job is not None else 0
 
     def stop(self) -> None:
         self.stopped.set()
@@ -187,16 +175,17 @@ class Puller:
             if newest.shelf.resumed:
                 self.journal("resumed", version=newest.header.version)
             self.on_open(newest)
-        if self._job is None or self._job.target is not newest:
-            self._job = None
-        elif not self._job.is_increment and fresh:
-            self._job.plan.offer(fresh)
+        elif self._job is not None and self._job.base is None and self._job.target is newest and fresh:
+            self._job.offer(newest, fresh)
         self.on_change(newest)
         self._choose_job()
-        self._see_whether_complete()
+        self._see_what_came()
         self._poke()
 
     def _abandon(self, hoard: Hoard | None) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job.abandon()
         if hoard is not None and not hoard.complete:
             self.journal("abandoned", version=hoard.header.version, shards=len(hoard.here))
             hoard.shelf.abandon()
@@ -204,49 +193,67 @@ class Puller:
     # -------------------------------------------------------------------------------------------------------- route
     def _choose_job(self) -> None:
         """Increments or the whole file, whichever is expected first; looked at again whenever there is news."""
-        newest = self.known.newest
-        if newest is None or newest.published or self._busy or (self._job is not None and self._job.is_increment):
+        newest, job = self.known.newest, self._job
+        if newest is None or newest.published:
+            return
+        if job is not None and job.base is not None:
+            self._add_increments(job)
             return
         leg = self.known.next_leg(self._speeds()) if self.config.increments else None
-        if leg is not None:
+        if leg is not None and leg.base is not None:
             try:
-                target, payload = self.known.open_leg(leg)
+                target = self.known.open_target(leg.target)
             except (StoreError, ManifestError) as error:
                 self.trouble = str(error)
-                self.known.give_up_increment(leg.base, leg.target)
+                self.known.give_up_increments(leg.base, leg.target)
             else:
                 self.journal("route", base=leg.base, target=leg.target, size_bytes=leg.size_bytes)
-                self._job = self._new_job(target, payload)
-                self.on_open(payload)
+                target.missing()  # counts what is here from before
+                self._job = Job(target, self._new_plan(), self.known.held[leg.base])
+                self._add_increments(self._job)
                 return
-        if self._job is None:
-            self._job = self._new_job(newest, newest)
+        if job is None:
+            self._job = Job(newest, self._new_plan())
+            self._job.offer(newest, newest.missing())
 
-    def _new_job(self, target: Hoard, payload: Hoard) -> _Job:
-        rules = FetchRules(connections=self.config.connections, stall_s=self.config.stall_s)
-        plan = FetchPlan(self.policy, rules)
-        plan.offer(payload.missing())
-        return _Job(target, payload, plan)
+    def _new_plan(self) -> FetchPlan:
+        return FetchPlan(self.policy, FetchRules(connections=self.config.connections, stall_s=self.config.stall_s))
+
+    def _add_increments(self, job: Job) -> None:
+        """Those that have become known since, and of which something is needed."""
+        assert job.base is not None
+        base, target = job.base.version, job.target.header.version
+        for manifest in self.known.offers(base, target):
+            if job.knows(manifest) or not job.needs(manifest):
+                continue
+            try:
+                payload = Hoard.from_manifest(manifest, self.store.begin(manifest.header))
+            except StoreError as error:
+                self.trouble = str(error)
+                self.known.give_up_increments(base, target)
+                return
+            job.offer(payload, payload.missing())
+            self.on_open(payload)
 
     def _speeds(self) -> Speeds:
         """What the best relay has delivered so far, by the policy's estimate."""
-        size, now_s = 1 << 20, self.world.now()
-        seconds = min(self.policy.expected_s(relay, now_s, size) for relay in self.config.sources)
+        size = 1 << 20
+        seconds = min(self.policy.expected_s(relay, self.world.now(), size) for relay in self.config.sources)
         rate = size / seconds if 0 < seconds < math.inf else 20e6
-        return Speeds(download_bytes_per_s=rate)
+        return Speeds(download_bytes_per_s=rate, apply_bytes_per_s=APPLY_BYTES_PER_S * self.store.workers)
 
     # ------------------------------------------------------------------------------------------------------- shards
     def _start_fetches(self) -> float:
         """Start all that the plan wants now; returns seconds until it wants to be asked again."""
         job = self._job
-        if job is None or self._busy:
+        if job is None:
             return math.inf
         now_s = self.world.now()
-        for ticket, received in list(self._received.items()):
+        for ticket, received in list(job.received.items()):
             if job.plan.knows(ticket):
                 job.plan.progress(ticket, received, now_s)
         if self.config.piece_bytes is not None:  # else a transfer shows no progress before it ends
-            self._cut_off.update(job.plan.overdue(now_s, self.config.sources))
+            job.cut_off.update(job.plan.overdue(now_s, self.config.sources))
         while True:
             step = job.plan.next(self.world.now(), self.world.rng, self.config.sources)
             if step is None:
@@ -255,26 +262,26 @@ class Puller:
                 return max(LOOK_AGAIN_S, step.until_s - self.world.now())
             self.world.spawn(self._fetch(job, step), "fetch")
 
-    async def _fetch(self, job: _Job, fetch: Fetch) -> None:
+    async def _fetch(self, job: Job, fetch: Fetch) -> None:
         """One transfer, from the first byte to its place in the plan's books."""
-        hoard, plan = job.payload, job.plan
-        size = hoard.header.layout.shard_size(fetch.index)
-        if fetch.offset < hoard.shelf.received(fetch.index) and not fetch.hedge:
-            hoard.shelf.reset(fetch.index)
+        (hoard, index), plan = job.find(fetch.index), job.plan
+        size = hoard.header.layout.shard_size(index)
+        if fetch.offset < hoard.shelf.received(index) and not fetch.hedge:
+            hoard.shelf.reset(index)
         at = fetch.offset
 
         def take(piece: Blob) -> bool:
             """Runs where the bytes arrive, in a thread perhaps. False: nobody wants more."""
             nonlocal at
-            if fetch.ticket in self._cut_off or job is not self._job or hoard.shelf.has(fetch.index):
+            if fetch.ticket in job.cut_off or job is not self._job or hoard.shelf.has(index):
                 return False
-            hoard.shelf.write(fetch.index, at, piece, fetch.relay)
+            hoard.shelf.write(index, at, piece, fetch.relay)
             at += piece.size_bytes
-            self._received[fetch.ticket] = at - fetch.offset
+            job.received[fetch.ticket] = at - fetch.offset
             return True
 
-        self._received[fetch.ticket] = 0
-        ask = AskShard(hoard.header.id, fetch.index, fetch.offset, size - fetch.offset)
+        job.received[fetch.ticket] = 0
+        ask = AskShard(hoard.header.id, index, fetch.offset, size - fetch.offset)
         try:
             if ask.size:
                 await self.carrier.fetch(fetch.relay, ask, take)
@@ -284,40 +291,40 @@ class Puller:
         except ShardMismatch as error:
             culprit = error.culprit
             plan.corrupt(fetch.ticket, self.world.now(), culprit)
-            self.journal("wrong_shard", relay=culprit or "", index=fetch.index, reason=str(error))
+            self.journal("wrong_shard", relay=culprit or "", index=index, reason=str(error))
             if culprit in self.config.sources:
-                await self._complain(job, culprit, fetch.index, error.found)
+                await self._complain(hoard, culprit, index, error.found)
         except WrongSize as error:
-            hoard.shelf.reset(fetch.index)
+            hoard.shelf.reset(index)
             plan.corrupt(fetch.ticket, self.world.now(), fetch.relay)
-            self.journal("wrong_shard", relay=fetch.relay, index=fetch.index, reason=str(error))
-            await self._complain(job, fetch.relay, fetch.index, b"")
+            self.journal("wrong_shard", relay=fetch.relay, index=index, reason=str(error))
+            await self._complain(hoard, fetch.relay, index, b"")
         except (CallError, StoreError) as error:
             self.trouble = str(error)
-            plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=hoard.shelf.received(fetch.index))
+            plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=hoard.shelf.received(index))
         finally:
-            self._received.pop(fetch.ticket, None)
-            self._cut_off.discard(fetch.ticket)
+            job.received.pop(fetch.ticket, None)
+            job.cut_off.discard(fetch.ticket)
         self._poke()
 
-    def _took(self, job: _Job, fetch: Fetch) -> None:
+    def _took(self, job: Job, fetch: Fetch) -> None:
         """A transfer has ended without an error: the shard is complete, or nobody wanted it any more."""
-        hoard, plan = job.payload, job.plan
-        received, size = hoard.shelf.received(fetch.index), hoard.header.layout.shard_size(fetch.index)
-        if fetch.ticket in self._cut_off:
+        (hoard, index), plan = job.find(fetch.index), job.plan
+        received, size = hoard.shelf.received(index), hoard.header.layout.shard_size(index)
+        if fetch.ticket in job.cut_off:
             plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=received)
-        elif fetch.index in hoard.here or job is not self._job or received < size:
+        elif index in hoard.here or job is not self._job or received < size:
             plan.stopped(fetch.ticket)
         else:
-            hoard.check(fetch.index)
-            self.journal("shard", version_id=hoard.header.id[:16], index=fetch.index, relay=fetch.relay)
+            hoard.check(index)
+            self.journal("shard", version_id=hoard.header.id[:16], index=index, relay=fetch.relay)
             plan.arrived(fetch.ticket, self.world.now())
             self.on_change(hoard)
-            self._see_whether_complete()
+            self._see_what_came()
 
-    async def _complain(self, job: _Job, relay: str, index: int, found: bytes) -> None:
+    async def _complain(self, hoard: Hoard, relay: str, index: int, found: bytes) -> None:
         """Say it to the origin, signed; where that is not known, to the other sources, which pass it on."""
-        said = Complaint(relay, job.payload.header.id, index, found, self.identity.public_key)
+        said = Complaint(relay, hoard.header.id, index, found, self.identity.public_key)
         complaint = dataclasses.replace(said, signature=self.identity.sign(complaint_bytes(said)))
         others = [source for source in self.config.sources if source != relay]
         for whom in [self.config.origin] if self.config.origin else others[:COMPLAIN_TO]:
@@ -325,56 +332,69 @@ class Puller:
                 await self.world.call(whom, complaint, self.config.news_timeout_s)
 
     # ------------------------------------------------------------------------------------------------------ the end
-    def _see_whether_complete(self) -> None:
+    def _see_what_came(self) -> None:
         job = self._job
-        if job is None or self._busy or not job.payload.complete:
-            return
-        self._busy = True
-        self.world.spawn(self._finish(job), "finish")
+        if job is not None and not self._busy and (job.target.complete or job.over or job.ready(1)):
+            self._busy = True
+            self.world.spawn(self._get_on(job), "finish")
 
-    async def _finish(self, job: _Job) -> None:
-        """Publish what has come; apply it, when it is an increment."""
+    async def _get_on(self, job: Job) -> None:
+        """Apply what increments have come, more of which may be on their way; publish what is complete."""
         try:
-            await self._publish(job.payload)
-            if job.is_increment:
-                await self._apply(job)
+            while job is self._job and (increments := job.ready(self.store.workers)):
+                await self._apply(job, increments)
+            if job is self._job and job.target.complete:
+                await self._publish([job.target])
         except (StoreError, DeltaError) as error:
             self.trouble = str(error)
             self.journal("not_taken", version=job.target.header.version, reason=str(error))
-            if job.payload.header.base is not None:
-                self.known.give_up_increment(job.payload.header.base.version, job.target.header.version)
-            else:
-                job.target.here = {i for i in job.target.here if job.target.shelf.has(i)}
+            job.target.here = {i for i in job.target.here if job.target.shelf.has(i)}
+            self._give_up(job)
             await self.world.sleep(self.config.retry_s)
         finally:
             self._busy = False
-        self._job = None if self._job is job else self._job
+        if job is self._job and (job.target.published or job.over):
+            if not job.target.published:
+                self._give_up(job)
+            self._job = None
         self._choose_job()
-        self._see_whether_complete()
+        self._see_what_came()
         self._poke()
 
-    async def _apply(self, job: _Job) -> None:
-        """Base and increment become the target; shards that come out wrong are fetched like any others."""
-        increment, target = job.payload.final, job.target
-        assert increment.header.base is not None
-        base = self.known.held[increment.header.base.version]
-        work = Hash(size_bytes=round(APPLY_AS_HASH * target.header.layout.size_bytes))
-        apply = partial(self.store.apply_increment, increment, base, target.final, target.shelf)
-        bad = await self.world.compute(work, apply)
-        target.missing()  # counts what has come
-        self.journal("applied", base=base.version, target=target.header.version, bad=bad)
-        self.on_change(target)
-        if bad:
-            self.known.give_up_increment(base.version, target.header.version)
-        else:
-            await self._publish(target)
+    def _give_up(self, job: Job) -> None:
+        """What increments could not make is fetched."""
+        if job is self._job:
+            self._job = None
+        if job.base is not None:
+            job.abandon()
+            self.known.give_up_increments(job.base.version, job.target.header.version)
 
-    async def _publish(self, hoard: Hoard) -> None:
-        if hoard.published or not hoard.complete:
-            return
-        await self.world.compute(Hash(size_bytes=0), partial(hoard.shelf.publish, hoard.final))
-        hoard.published = True
-        if hoard.header.base is None:
-            self.known.held[hoard.header.version] = hoard.final
-            self.on_complete(hoard)
-        self.on_change(hoard)
+    async def _apply(self, job: Job, increments: list[Hoard]) -> None:
+        """Base and increments become shards of the target; those that come out wrong are fetched like any others."""
+        assert job.base is not None
+        await self._publish(increments)
+        target, layout = job.target, job.target.header.layout
+        shards = [shard for increment in increments for shard in (increment.header.stretch or Stretch(0, 0)).shards]
+        work = Spread(Hash(size_bytes=round(APPLY_AS_HASH * layout.shard_size(shards[0]))), len(shards))
+        sha256, finals = target.sha256(shards), [increment.final for increment in increments]
+        make = partial(self.store.apply_increments, finals, job.base, target.shelf, sha256)
+        bad = await self.world.compute(work, make)
+        target.count(shards)
+        job.applied.update(increment.header.id for increment in increments)
+        self.journal("applied", base=job.base.version, target=target.header.version, shards=len(shards), bad=bad)
+        self.on_change(target)
+
+    async def _publish(self, hoards: list[Hoard]) -> None:
+        fresh = [hoard for hoard in hoards if not hoard.published]
+
+        def publish() -> None:
+            for hoard in fresh:
+                hoard.shelf.publish(hoard.final)
+
+        await self.world.compute(Hash(size_bytes=0), publish)
+        for hoard in fresh:
+            hoard.published = True
+            if hoard.header.base is None:
+                self.known.held[hoard.header.version] = hoard.final
+                self.on_complete(hoard)
+            self.on_change(hoard)

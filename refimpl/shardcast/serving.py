@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from refimpl.journal import Journal, silent
 from refimpl.messages import Blob, Message
+from refimpl.shardcast.disk import StoreError
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.limits import Serving, ServingLimits
-from refimpl.shardcast.messages import Announced, AskNews, AskShard, News, Piece
+from refimpl.shardcast.messages import Announced, AskNews, AskShard, News, Piece, tag
 from refimpl.shardcast.shelf import Store
 from refimpl.shardcast.versions import Holders, Leases, LeaseTerms
 from refimpl.world import CallError, Refused, Signal, World
@@ -53,7 +54,7 @@ class ShardServer:
     ) -> None:
         self.world, self.config, self.store, self.journal, self.spoil = world, config, store, journal, spoil
         self.hoards: dict[int, Hoard] = {}  # whole versions
-        self.increments: dict[tuple[int, int], Hoard] = {}  # by (base, target)
+        self.increments: dict[tuple[int, int, int], Hoard] = {}  # by base, target and first shard
         self.holders = Holders()
         self.leases = Leases(config.leases)
         self.on_change: Callable[[], None] = lambda: None  # who else wants to know
@@ -74,8 +75,8 @@ class ShardServer:
         """A version, or an increment, begins here. The oldest beyond `keep` go, unless somebody is at work on them."""
         header = hoard.header
         self._by_id[header.id] = hoard
-        if header.base is not None:
-            self.increments[header.base.version, header.version] = hoard
+        if header.base is not None and header.stretch is not None:
+            self.increments[header.base.version, header.version, header.stretch.first] = hoard
         else:
             self.hoards[header.version] = hoard
             self.retire()
@@ -94,8 +95,8 @@ class ShardServer:
         """Out of the index first, then off the disk."""
         header = hoard.header
         self._by_id.pop(header.id, None)
-        if header.base is not None:
-            self.increments.pop((header.base.version, header.version), None)
+        if header.base is not None and header.stretch is not None:
+            self.increments.pop((header.base.version, header.version, header.stretch.first), None)
         else:
             self.hoards.pop(header.version, None)
         problems = self.store.remove(hoard.final) if hoard.published else []
@@ -124,7 +125,7 @@ class ShardServer:
         hoard = self.hoards[version]
         same = version == message.version
         first = max(0, message.entries) if same else 0
-        offers = self._offers(message.have)
+        offers = self._offers(message)
         between = [self.hoards[v].manifest for v in sorted({h.header.version for h in offers} - {version})]
         return News(
             version,
@@ -147,16 +148,21 @@ class ShardServer:
             return True
         if hoard.manifest and not message.final:
             return True
-        return message.have < version and len(self._offers(message.have)) > message.increments
+        return message.have < version and bool(self._offers(message))
 
-    def _offers(self, have: int) -> list[Hoard]:
-        """Increments that help a client which holds `have`, and which lead through versions that are here."""
-        if have < 0:
+    def _offers(self, message: AskNews) -> list[Hoard]:
+        """Increments that help who holds `have` and that it does not know. They lead through versions whose final word
+        is here, up to the newest, which may still be in the making."""
+        if message.have < 0:
             return []
+        known = set(message.increments)
         return [
             hoard
-            for (base, target), hoard in sorted(self.increments.items())
-            if base >= have and target in self.hoards and self.hoards[target].manifest
+            for (base, target, _), hoard in sorted(self.increments.items())
+            if base >= message.have
+            and target in self.hoards
+            and (target == self.newest or self.hoards[target].manifest)
+            and tag(hoard.header) not in known
         ]
 
     def _announce_all(self, version: int) -> None:
@@ -217,5 +223,8 @@ class ShardServer:
             raise Refused(f"bytes {message.offset}+{message.size} lie outside shard {message.index}")
         with self.transfer(source):
             await self.pay(source, message.size)
-            blob = hoard.shelf.read(message.index, message.offset, message.size)
+            try:
+                blob = hoard.shelf.read(message.index, message.offset, message.size)
+            except StoreError as error:
+                raise Refused(str(error)) from error  # removed since it was looked up
         return Piece(True, blob if self.spoil is None else self.spoil(message.index, blob))

@@ -7,13 +7,13 @@ nodes cost no memory; in small tests real bytes. `DiskStore` (`disk_store.py`) h
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from refimpl.messages import Blob
 from refimpl.shardcast.disk import DiskFull, ShardMismatch, StoreError
 from refimpl.shardcast.layout import Layout
-from refimpl.shardcast.manifest import Header, Manifest
+from refimpl.shardcast.manifest import Header, Manifest, Stretch
 
 INCREMENT_NAME = "increment"  # the one file of an increment
 
@@ -21,9 +21,14 @@ ReadShard = Callable[[int], Blob]
 """The bytes of shard i (or, in the simulator, their size and id)."""
 
 
+def increment_layout(size_bytes: int, shard_bytes: int) -> Layout:
+    return Layout(names=(INCREMENT_NAME,), sizes_bytes=(size_bytes,), shard_bytes=shard_bytes)
+
+
 class Shelf(Protocol):
     """The shards of one version at one node, complete or not."""
 
+    header: Header
     resumed: bool  # something of it was here from an earlier process
 
     def has(self, index: int) -> bool:
@@ -64,19 +69,17 @@ class Shelf(Protocol):
 
 
 class CutShelf(Shelf, Protocol):
-    """An origin's own version: filled by cutting, front to back."""
+    """An origin's own version: filled by cutting."""
 
-    def cut(self, index: int) -> bytes:
-        """Read shard `index` from the content; it can be served from now on. Returns its SHA-256."""
-        ...
-
-    def files_sha256(self) -> tuple[bytes, ...]:
-        """One per file, known after the last shard."""
+    def cut(self, indices: Sequence[int]) -> list[bytes]:
+        """Read these shards from the content; they can be served from now on. Returns the SHA-256 of each."""
         ...
 
 
 class Store(Protocol):
     """All versions of one run at one node."""
+
+    workers: int  # cores that cut, compare and apply
 
     def claim_version(self) -> int:
         """A version number that this store never gave before, not even before a crash."""
@@ -102,13 +105,17 @@ class Store(Protocol):
         """Remove what nobody is at work on. Never raises: returns what could not be done."""
         ...
 
-    def make_increment(self, base: Manifest, target: Manifest, shard_bytes: int) -> tuple[Layout, Any]:
-        """The increment between two versions that are here: its layout, and the content to `adopt`."""
+    def make_increments(
+        self, base: Manifest, target: CutShelf, stretches: Sequence[Stretch], shard_bytes: int
+    ) -> list[tuple[Layout, Any]]:
+        """An increment for each stretch of a target of our own: its layout, and the content to `adopt`."""
         ...
 
-    def apply_increment(self, increment: Manifest, base: Manifest, target: Manifest, shelf: Shelf) -> list[int]:
-        """Fill `shelf` with the target out of the base and a published increment; returns the shards that came out
-        wrong and have to be fetched. Raises DeltaError when the increment is not one."""
+    def apply_increments(
+        self, increments: Sequence[Manifest], base: Manifest, shelf: Shelf, sha256: Mapping[int, bytes]
+    ) -> list[int]:
+        """Fill `shelf` with what published increments make out of the base, each shard checked against its `sha256`;
+        returns those that came out wrong and have to be fetched. Raises DeltaError when an increment is not one."""
         ...
 
 
@@ -155,7 +162,7 @@ class MemoryShelf:
     """Whole shards as blobs. A piece of real bytes may be a part of one; a virtual piece is a whole shard."""
 
     def __init__(self, header: Header, content: ReadShard | None = None, need_room: NeedRoom = endless) -> None:
-        self._layout, self._content, self._need_room = header.layout, content, need_room
+        self.header, self._layout, self._content, self._need_room = header, header.layout, content, need_room
         self.resumed = False
         self.blobs: dict[int, Blob] = {}
         self._partial: dict[int, bytearray] = {}
@@ -230,23 +237,22 @@ class MemoryShelf:
         for index in [*self.blobs, *self._partial]:
             self.reset(index)
 
-    def cut(self, index: int) -> bytes:
+    def cut(self, indices: Sequence[int]) -> list[bytes]:
         assert self._content is not None, "only what was adopted can be cut"
-        self.blobs[index] = self._content(index)
-        self._verified[index] = digest(self.blobs[index])
-        return self._verified[index]
-
-    def files_sha256(self) -> tuple[bytes, ...]:
-        """Of the shards' hashes, since a virtual version has no bytes."""
-        hashes = b"".join(self._verified[index] for index in range(self._layout.shard_count))
-        return tuple(hashlib.sha256(name.encode() + hashes).digest() for name in self._layout.names)
+        for index in indices:
+            self.blobs[index] = self._content(index)
+            self._verified[index] = digest(self.blobs[index])
+        return [self._verified[index] for index in indices]
 
 
 class MemoryStore:
     """A store that lives as long as its node. Increments are virtual: their sizes are said beforehand."""
 
-    def __init__(self, increment_share: float | None = None, need_room: NeedRoom = endless) -> None:
-        self.increment_share = increment_share  # size of an increment, of its target's; None: there are none
+    def __init__(
+        self, increment_share: float | None = None, need_room: NeedRoom = endless, *, workers: int = 1
+    ) -> None:
+        self.increment_share = increment_share  # size of an increment, of what it makes; None: there are none
+        self.workers = workers
         self._need_room = need_room
         self._shelves: dict[str, MemoryShelf] = {}  # by header id
         self._version = -1
@@ -275,16 +281,28 @@ class MemoryStore:
     def tidy(self) -> list[str]:
         return []
 
-    def make_increment(self, base: Manifest, target: Manifest, shard_bytes: int) -> tuple[Layout, Any]:
+    def make_increments(
+        self, base: Manifest, target: CutShelf, stretches: Sequence[Stretch], shard_bytes: int
+    ) -> list[tuple[Layout, Any]]:
         assert self.increment_share is not None, "this store was not told how large increments are"
-        size = max(1, round(self.increment_share * target.layout.size_bytes))
-        layout = Layout(names=(INCREMENT_NAME,), sizes_bytes=(size,), shard_bytes=shard_bytes)
-        return layout, virtual_shards(f"{base.content_id} to {target.content_id}", layout)
+        made = []
+        for stretch in stretches:
+            size = sum(target.header.layout.shard_size(shard) for shard in stretch.shards)
+            size = max(1, round(self.increment_share * size))
+            layout = increment_layout(size, shard_bytes)
+            content = f"{base.content_id} to {target.header.id} {stretch.first}"
+            made.append((layout, virtual_shards(content, layout)))
+        return made
 
-    def apply_increment(self, increment: Manifest, base: Manifest, target: Manifest, shelf: Shelf) -> list[int]:
-        for index, sha256 in enumerate(target.shards_sha256):
-            if not shelf.has(index):
-                shelf.reset(index)
-                shelf.write(index, 0, Blob(target.layout.shard_size(index), sha256.hex()), "the increment")
-                shelf.check(index, sha256)
+    def apply_increments(
+        self, increments: Sequence[Manifest], base: Manifest, shelf: Shelf, sha256: Mapping[int, bytes]
+    ) -> list[int]:
+        for increment in increments:
+            assert increment.header.stretch is not None
+            for shard in increment.header.stretch.shards:
+                if not shelf.has(shard):
+                    shelf.reset(shard)
+                    blob = Blob(shelf.header.layout.shard_size(shard), sha256[shard].hex())
+                    shelf.write(shard, 0, blob, "the increment")
+                    shelf.check(shard, sha256[shard])
         return []

@@ -10,7 +10,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +19,16 @@ from typing import NamedTuple
 from refimpl.shardcast.assembly import MANIFEST_NAME, Assembly
 from refimpl.shardcast.disk import PARTIAL, StoreError, read_blocks
 from refimpl.shardcast.document import ManifestError
+from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import MANIFEST_BYTES_MAX, Header, Manifest, Verify
 
 TRASH = ".trash-"
 QUARANTINE = ".quarantine"
 QUARANTINED_MAX = 3
+
+
+Reader = Callable[[int, int], memoryview]
+"""`read(offset, size)`: these bytes of a version, until it is called again in the same thread."""
 
 
 class FilePart(NamedTuple):
@@ -31,6 +37,24 @@ class FilePart(NamedTuple):
     path: Path
     offset: int
     size: int
+
+
+def reader_of(paths: Sequence[Path], layout: Layout) -> Reader:
+    """Reads these files as one stream, into one buffer per thread: fresh memory costs more than what is put into it."""
+    buffers = threading.local()
+
+    def read(offset: int, size: int) -> memoryview:
+        if len(getattr(buffers, "bytes", b"")) < size:
+            buffers.bytes = bytearray(size)
+        view, at = memoryview(buffers.bytes)[:size], 0
+        for piece in layout.pieces(offset, size):
+            with open(paths[piece.file], "rb", buffering=0) as file:
+                at += os.preadv(file.fileno(), [view[at : at + piece.size]], piece.offset)
+        if at != size:
+            raise StoreError(f"{paths[0].parent} gave {at} of {size} bytes: a file is shorter than it was")
+        return view
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -90,6 +114,11 @@ class VersionStore:
         if len(data) != size:
             raise StoreError(f"version {manifest.version} on disk is shorter than its manifest says")
         return data
+
+    def reader(self, manifest: Manifest) -> Reader:
+        """The same for who reads much."""
+        folder = self.folder(manifest)
+        return reader_of([folder / name for name in manifest.layout.names], manifest.layout)
 
     def bad_shards(self, manifest: Manifest) -> list[int]:
         """Read everything again and name the shards that are not what was signed (disks rot)."""

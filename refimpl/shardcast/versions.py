@@ -34,9 +34,9 @@ class VersionIndex:
     def __init__(self, run_id: str, origin: str) -> None:
         self.run_id, self.origin = run_id, origin
         self._full: dict[int, Manifest] = {}
-        self._increments: dict[tuple[int, int], Manifest] = {}
+        self._increments: dict[tuple[int, int, int], Manifest] = {}  # by base, target and first shard
         self._seen: dict[int, tuple[str, bytes]] = {}  # version -> content id, the document; never forgotten
-        self._seen_increments: dict[tuple[int, int], str] = {}
+        self._seen_increments: dict[tuple[int, int, int], str] = {}
 
     def add(self, manifest: Manifest) -> bool:
         """True when it is news. Raises Equivocation when the origin said otherwise before, ManifestError when it is of
@@ -44,13 +44,14 @@ class VersionIndex:
         header = manifest.header
         if header.run_id != self.run_id or header.origin != self.origin:
             raise ManifestError(f"version {header.version} belongs to run {header.run_id!r}, not to {self.run_id!r}")
-        for ref in (header.previous, header.base, header.target):
+        for ref in (header.previous, header.base):
             if ref is not None:
                 self._check_ref(ref, manifest)
-        if header.base is not None:
-            key = (header.base.version, header.version)
+        if header.base is not None and header.stretch is not None:
+            key = (header.base.version, header.version, header.stretch.first)
             if self._seen_increments.setdefault(key, manifest.content_id) != manifest.content_id:
-                raise Equivocation(f"two increments lead from version {key[0]} to {key[1]}", b"", manifest.encode())
+                reason = f"two increments lead from version {key[0]} to shard {key[2]} of {key[1]}"
+                raise Equivocation(reason, b"", manifest.encode())
             news = key not in self._increments
             self._increments[key] = manifest
             return news
@@ -63,13 +64,13 @@ class VersionIndex:
     def get(self, version: int) -> Manifest | None:
         return self._full.get(version)
 
-    def increment(self, base: int, target: int) -> Manifest | None:
-        return self._increments.get((base, target))
+    def increment(self, base: int, target: int, first: int) -> Manifest | None:
+        return self._increments.get((base, target, first))
 
     def versions(self) -> list[int]:
         return sorted(self._full)
 
-    def increments(self) -> list[tuple[int, int]]:
+    def increments(self) -> list[tuple[int, int, int]]:
         return sorted(self._increments)
 
     def newest(self) -> Manifest | None:
@@ -100,8 +101,9 @@ class VersionIndex:
 
     def remove(self, manifest: Manifest) -> None:
         """Its bytes are gone; its number stays used."""
-        if manifest.header.base is not None:
-            self._increments.pop((manifest.header.base.version, manifest.version), None)
+        header = manifest.header
+        if header.base is not None and header.stretch is not None:
+            self._increments.pop((header.base.version, header.version, header.stretch.first), None)
         else:
             self._full.pop(manifest.version, None)
 

@@ -19,6 +19,7 @@ from refimpl.grpo.vault import Vault
 from refimpl.grpo.worker import Worker, WorkerConfig
 from refimpl.identity import verify
 from refimpl.journal import Journal, silent
+from refimpl.shardcast.disk_store import DiskStore
 from refimpl.shardcast.puller import PullerConfig
 from refimpl.shardcast.relay import Relay
 from refimpl.shardcast.serving import ServingConfig
@@ -26,7 +27,7 @@ from refimpl.training.bench import Bench, BenchInspector, Score
 from refimpl.training.cheats import maker_of
 from refimpl.training.plain import student_of
 from refimpl.training.plan import TrainPlan
-from refimpl.training.weights import Arrivals, Broadcast, RunStore
+from refimpl.training.weights import Arrivals, Broadcast
 from refimpl.world import Signal, World
 
 
@@ -56,10 +57,10 @@ class Seat:
     found: dict[str, Any] = field(default_factory=dict)  # the roles, by node name: for whoever watches
 
 
-def _store(seat: Seat) -> RunStore:
+def _store(seat: Seat) -> DiskStore:
     root = seat.folder / "shardcast"
     root.mkdir(parents=True, exist_ok=True)
-    return RunStore(root, link=True)
+    return DiskStore(root, link=True)
 
 
 def _pulling(seat: Seat, sources: tuple[str, ...]) -> PullerConfig:

@@ -7,9 +7,7 @@ numbers are never used twice; a checkpoint that is published again after a crash
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from safetensors.torch import load
@@ -17,11 +15,10 @@ from safetensors.torch import load
 from refimpl.grpo.vault import MARK, WEIGHTS
 from refimpl.identity import Identity, verify
 from refimpl.journal import Journal
-from refimpl.messages import Blob
 from refimpl.shardcast.client import Client
 from refimpl.shardcast.disk_store import DiskStore
 from refimpl.shardcast.layout import Layout
-from refimpl.shardcast.manifest import Header, Manifest
+from refimpl.shardcast.manifest import Manifest
 from refimpl.shardcast.origin import Origin
 from refimpl.shardcast.puller import PullerConfig
 from refimpl.shardcast.serving import ServingConfig
@@ -29,38 +26,7 @@ from refimpl.shardcast.shelf import Store
 from refimpl.world import Signal, World
 
 MARK_BYTES_MAX = 4096
-MOVE_S_MAX = 5.0
 Tensors = dict[str, torch.Tensor]
-
-
-class _Moving:
-    """A shelf that can be read while its version moves to its final name, which another thread does."""
-
-    def __init__(self, shelf: Any) -> None:
-        self._shelf = shelf
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._shelf, name)
-
-    def read(self, index: int, offset: int, size: int) -> Blob:
-        until_s = time.monotonic() + MOVE_S_MAX
-        while True:
-            try:
-                return cast(Blob, self._shelf.read(index, offset, size))
-            except FileNotFoundError:
-                if time.monotonic() > until_s:
-                    raise
-                time.sleep(1e-3)
-
-
-class RunStore(DiskStore):
-    """A disk store for a node that serves a version from the moment in which it begins to come. Without increments."""
-
-    def begin(self, header: Header) -> Any:
-        return _Moving(super().begin(header))
-
-    def adopt(self, header: Header, content: Any) -> Any:
-        return _Moving(super().adopt(header, content))
 
 
 class Broadcast:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -38,15 +39,8 @@ NOT_YET = 425
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{0,15})")
 
 
-class Part(Protocol):
-    """Bytes [offset, offset + size) of a file."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def size(self) -> int: ...
+Opened = tuple[BinaryIO, int, int]
+"""A file that was opened for reading, and bytes [offset, offset + size) of it."""
 
 
 class Missing(Exception):
@@ -62,7 +56,7 @@ class Offer:
     """What a name stands for just now, and on what terms it is sent."""
 
     size_bytes: int
-    parts: Callable[[int, int], Sequence[Part]]  # where bytes [offset, offset + size) lie
+    open: Callable[[int, int], Sequence[Opened]]  # the files with bytes [offset, offset + size); may raise Missing
     transfer: Callable[[], AbstractContextManager[None]]  # entered for as long as it takes; may raise Refused
     pay: Callable[[int], Awaitable[None]]  # waits until so many bytes may be sent
     drips: Callable[[int, float], bool]  # (bytes, seconds) -> the reader is too slow to be served
@@ -116,7 +110,7 @@ async def _send(request: web.Request, offer: Offer, first: int, size: int, range
     if ranged:
         headers["Content-Range"] = f"bytes {first}-{first + size - 1}/{offer.size_bytes}"
     response = web.StreamResponse(status=206 if ranged else 200, headers=headers)
-    files = [(open(part.path, "rb"), part) for part in offer.parts(first, size)]  # noqa: SIM115
+    files = offer.open(first, size)
     try:
         await response.prepare(request)
         if request.method == "HEAD" or not files:
@@ -124,8 +118,8 @@ async def _send(request: web.Request, offer: Offer, first: int, size: int, range
         transport, loop = request.transport, asyncio.get_running_loop()
         started_s, sent = time.monotonic(), 0
         block = SEND_BYTES
-        for file, part in files:
-            at, end = part.offset, part.offset + part.size
+        for file, at, length in files:
+            end = at + length
             while at < end:
                 count, block_s = min(block, end - at), time.monotonic()
                 if transport is None or transport.is_closing():
@@ -137,7 +131,7 @@ async def _send(request: web.Request, offer: Offer, first: int, size: int, range
         await response.write_eof()
         return response
     finally:
-        for file, _ in files:
+        for file, _, _ in files:
             file.close()
 
 
@@ -225,13 +219,14 @@ class FileReceiver:
         key = (threading.get_ident(), base_url)
         try:
             connection = self._connection(key)
+            sock = connection.sock  # http.client forgets it where the server will close the connection
             connection.request("GET", path, headers={SOURCE_HEADER: self._name, "Accept-Encoding": "identity"})
             response = connection.getresponse()
             if response.status == 200:
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if response.length is None or response.length > bytes_max or encoding != "identity":
                     raise WrongLength(f"{base_url}{path} has {response.length} bytes ({encoding}), at most {bytes_max}")
-                self._receive(response, response.length, take)
+                self._receive(sock, response, response.length, take)
             return response.status
         except WrongLength:
             raise
@@ -240,21 +235,33 @@ class FileReceiver:
         finally:
             self._drop(key)  # such servers close the connection anyway
 
-    @staticmethod
-    def _receive(response: http.client.HTTPResponse, size: int, take: TakeView) -> bool:
-        """Hand exactly `size` bytes to `take`. False: it wanted no more."""
+    def _receive(self, sock: socket.socket, response: http.client.HTTPResponse, size: int, take: TakeView) -> bool:
+        """Hand exactly `size` bytes to `take`. False: it wanted no more.
+
+        The kernel fills a piece before it wakes this thread; every `HAND_OVER_S` it gives what there is."""
         buffer = memoryview(bytearray(max(1, min(RECEIVE_BYTES, size))))
-        left, filled, handed_s = size, 0, time.monotonic()
-        while left:
-            count = response.fp.readinto1(buffer[filled : filled + left])
-            if count <= 0:
-                raise ConnectionAbortedError(f"the connection ended {left} bytes early")
-            left, filled, now_s = left - count, filled + count, time.monotonic()
-            if left == 0 or filled == len(buffer) or now_s - handed_s > HAND_OVER_S:
-                if not take(buffer[:filled]):
-                    return False
-                filled, handed_s = 0, now_s
-        return True
+        # what was read together with the headers, and nothing beyond: from here on the buffered reader is empty
+        count, left = response.fp.readinto1(buffer[: io.DEFAULT_BUFFER_SIZE]), size
+        sock.settimeout(None)
+        while count > 0:
+            left -= count
+            if not take(buffer[:count]):
+                return False
+            if not left:
+                sock.settimeout(self._stall_s)
+                return True
+            count = self._fill(sock, buffer[:left])
+        raise ConnectionAbortedError(f"the connection ended {left} bytes early")
+
+    def _fill(self, sock: socket.socket, buffer: memoryview) -> int:
+        """Bytes that came, 0 at the end of the connection. Raises TimeoutError when none came for too long."""
+        since_s = time.monotonic()
+        while True:
+            try:
+                return sock.recv_into(buffer, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                if time.monotonic() - since_s > self._stall_s:
+                    raise TimeoutError from None
 
     def _exchange(self, key: tuple[int, str], path: str, offset: int, size: int, take: TakeView) -> int:
         connection = self._connection(key)
@@ -263,6 +270,7 @@ class FileReceiver:
             "Range": f"bytes={offset}-{offset + size - 1}",
             "Accept-Encoding": "identity",
         }
+        sock = connection.sock
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         if response.status != 206:
@@ -276,7 +284,7 @@ class FileReceiver:
             self._drop(key)
             raise Refused(text or f"{key[1]} answered with status {response.status}")
         _check_range(response, key[1], offset, size)
-        if not self._receive(response, size, take):
+        if not self._receive(sock, response, size, take):
             self._drop(key)
             return 206
         response.length = 0
@@ -289,6 +297,7 @@ class FileReceiver:
             connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=CONNECT_S)
             connection.connect()
             connection.sock.settimeout(self._stall_s)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HAND_OVER_S))
             with self._lock:
                 self._open[key] = connection
         return self._open[key]
@@ -298,6 +307,11 @@ class FileReceiver:
             connection = self._open.pop(key, None)
         if connection is not None:
             connection.close()
+
+
+def _timeval(seconds: float) -> bytes:
+    """As the kernel takes it (it counts where a socket blocks, that is, while a body comes)."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 class WrongLength(Exception):

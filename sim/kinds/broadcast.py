@@ -22,6 +22,7 @@ from refimpl.shardcast.serving import ServingConfig
 from refimpl.shardcast.shelf import MemoryStore, room_unless, virtual_shards
 from refimpl.world import Signal
 from sim.fabric import journal_for
+from sim.hardware import find_device
 from sim.kinds.broadcast_checks import BroadcastFacts, BroadcastView
 from sim.kinds.broadcast_figures import BroadcastTally
 from sim.scenario import BroadcastPart, Member, Scenario
@@ -96,7 +97,7 @@ class Broadcast:
         )
         serving = ServingConfig(below=self.tree.below[member.name], limits=UNLIMITED, hold_s=1.0, virtual=True)
         need_room = room_unless(lambda: world.disk_full, member.name)
-        store = MemoryStore(self.part.increment_share, need_room)
+        store = MemoryStore(self.part.increment_share, need_room, workers=find_device(member.group.device).cores)
         if member.group.role == "origin":
             increments = 0 if self.part.increment_share is None else 1
             origin = Origin(world, RUN_ID, self.identity, verify, serving, store, journal, increments=increments)

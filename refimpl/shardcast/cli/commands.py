@@ -18,6 +18,7 @@ from refimpl.shardcast.cli.show import Bar, Notes
 from refimpl.shardcast.client import Client
 from refimpl.shardcast.disk import place, read_blocks
 from refimpl.shardcast.disk_store import DiskStore, layout_of
+from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.limits import ServingLimits
 from refimpl.shardcast.manifest import Manifest
 from refimpl.shardcast.messages import Published, PublishOrder, order_bytes
@@ -43,6 +44,7 @@ def _store(options: argparse.Namespace) -> DiskStore:
         reserve_bytes=round(options.reserve_gb * 1e9),
         durable=options.durable,
         link=getattr(options, "link", False),
+        workers=options.workers or None,
     )
 
 
@@ -129,7 +131,7 @@ def run_origin(options: argparse.Namespace) -> int:
         notes.say(f"origin of run {options.run!r} at {world.url}, key {identity.public_key}")
         for layout, files in orders:
             held = [m for m in found if not m.header.is_increment and m.header.run_id == options.run]
-            if held and same_content(held[-1], files):
+            if held and same_content(held[-1], layout, files):
                 notes.say(f"version {held[-1].version} is {files[0].name} already")
             else:
                 await made[0].publish(layout, files)
@@ -139,19 +141,18 @@ def run_origin(options: argparse.Namespace) -> int:
     return run_alone("origin", main, prepare=prepare, host=options.host, port=options.port, run_seed=0)
 
 
-def same_content(manifest: Manifest, files: list[Path]) -> bool:
-    """Whether these files are the version already: after a restart nothing is broadcast twice."""
-    layout = manifest.layout
-    if layout.names != tuple(file.name for file in files):
+def same_content(manifest: Manifest, layout: Layout, files: list[Path]) -> bool:
+    """Whether these files are the version already: after a restart nothing is broadcast twice. (When the shard size has
+    been changed since, they are another one.)"""
+    if manifest.layout != layout:
         return False
-    if layout.sizes_bytes != tuple(file.stat().st_size for file in files):
-        return False
-    for file, expected in zip(files, manifest.files_sha256, strict=True):
-        whole = hashlib.sha256()
-        with open(file, "rb") as opened:
-            for block in read_blocks(opened.fileno(), 0, file.stat().st_size):
-                whole.update(block)
-        if whole.digest() != expected:
+    for index, expected in enumerate(manifest.shards_sha256):
+        shard = hashlib.sha256()
+        for piece in layout.pieces(layout.shard_offset(index), layout.shard_size(index)):
+            with open(files[piece.file], "rb") as opened:
+                for block in read_blocks(opened.fileno(), piece.offset, piece.size):
+                    shard.update(block)
+        if shard.digest() != expected:
             return False
     return True
 

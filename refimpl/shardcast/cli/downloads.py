@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from refimpl.messages import Blob
 from refimpl.shardcast.carry import NotYet, Take, WrongSize
+from refimpl.shardcast.disk import StoreError
 from refimpl.shardcast.disk_store import DiskShelf
+from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.messages import AskShard
 from refimpl.shardcast.serving import ShardServer
 from refimpl.world import Refused
-from refimpl.worlds.files import NOT_YET, FileReceiver, Missing, Offer, WrongLength, serve_files
+from refimpl.worlds.files import NOT_YET, FileReceiver, Missing, Offer, Opened, WrongLength, serve_files
 from refimpl.worlds.http import HttpWorld
 
 PREFIX = "/shard"
@@ -31,17 +34,24 @@ def serve_downloads(world: HttpWorld, server: ShardServer) -> None:
             raise Missing(410, error.reason) from error
         if hoard is None:
             raise Missing(NOT_YET, f"shard {index} is not here yet")
-        shelf = hoard.shelf
-        assert isinstance(shelf, DiskShelf)
         return Offer(
             size_bytes=hoard.header.layout.shard_size(index),
-            parts=lambda offset, size: shelf.parts(index, offset, size),
+            open=partial(open_shard, hoard, index),
             transfer=lambda: server.transfer(source),
             pay=lambda size: server.pay(source, size),
             drips=server.drips,
         )
 
     serve_files(world, PREFIX, lookup)
+
+
+def open_shard(hoard: Hoard, index: int, offset: int, size: int) -> list[Opened]:
+    """The files that hold these bytes. Raises Missing when the version has gone since it was looked up."""
+    assert isinstance(hoard.shelf, DiskShelf)
+    try:
+        return hoard.shelf.open(index, offset, size)
+    except StoreError as error:
+        raise Missing(410, str(error)) from error
 
 
 class DownloadCarrier:

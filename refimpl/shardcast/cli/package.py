@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from refimpl.shardcast.choice import MovingAverage
+from refimpl.shardcast.cli.downloads import open_shard
 from refimpl.shardcast.compat import (
     CHECKSUMS,
     DISTRIBUTION_BYTES_MAX,
@@ -36,10 +37,9 @@ from refimpl.shardcast.fetch import Fetch, FetchPlan
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.layout import SHARD_BYTES_MAX
 from refimpl.shardcast.serving import ShardServer
-from refimpl.shardcast.store import FilePart
 from refimpl.work import Hash
 from refimpl.world import CallError, World
-from refimpl.worlds.files import FileReceiver, Missing, Offer, WrongLength, serve_files
+from refimpl.worlds.files import FileReceiver, Missing, Offer, Opened, WrongLength, serve_files
 from refimpl.worlds.http import HttpWorld
 
 PROBE_BYTES = 1 << 16
@@ -76,13 +76,11 @@ class PackageServer:
             self._write_index()
 
     def _whole(self, hoard: Hoard) -> str:
-        if self._checksum == "sha256":
-            return hoard.final.files_sha256[0].hex()
         assert isinstance(hoard.shelf, DiskShelf)
         hasher = CHECKSUMS[self._checksum]()
         for index in range(hoard.header.layout.shard_count):
-            for path, offset, size in hoard.shelf.parts(index, 0, hoard.header.layout.shard_size(index)):
-                with open(path, "rb") as file:
+            for file, offset, size in hoard.shelf.open(index, 0, hoard.header.layout.shard_size(index)):
+                with file:
                     for block in read_blocks(file.fileno(), offset, size):
                         hasher.update(block)
         return hasher.hexdigest()
@@ -97,7 +95,7 @@ class PackageServer:
         if name in (DISTRIBUTION_NAME, PROBE_NAME):
             path = self._folder / name
             size = path.stat().st_size
-            return self._offer(source, size, lambda offset, count: [FilePart(path, offset, count)])
+            return self._offer(source, size, lambda offset, count: [(open(path, "rb"), offset, count)])
         found = parse_shard_path(name)
         if found is None:
             raise Missing(404, "there is no such name")
@@ -105,16 +103,14 @@ class PackageServer:
         hoard = self._server.hoards.get(version)
         if version not in self._listed or hoard is None or index >= hoard.header.layout.shard_count:
             raise Missing(404, "there is no such shard")
-        shelf = hoard.shelf
-        assert isinstance(shelf, DiskShelf)
         size = hoard.header.layout.shard_size(index)
-        return self._offer(source, size, lambda offset, count: shelf.parts(index, offset, count))
+        return self._offer(source, size, partial(open_shard, hoard, index))
 
-    def _offer(self, source: str, size: int, parts: Callable[[int, int], Sequence[FilePart]]) -> Offer:
+    def _offer(self, source: str, size: int, opened: Callable[[int, int], Sequence[Opened]]) -> Offer:
         def pay(count: int) -> Awaitable[None]:
             return self._server.pay(source, count)
 
-        return Offer(size, parts, lambda: self._server.transfer(source), pay, self._server.drips)
+        return Offer(size, opened, lambda: self._server.transfer(source), pay, self._server.drips)
 
 
 @dataclass(frozen=True)
