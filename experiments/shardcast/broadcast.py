@@ -24,7 +24,10 @@ from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from refimpl.shardcast.puller import POLICIES
+from refimpl.shardcast.origin import ENCODE_AS_HASH
+from refimpl.shardcast.puller import APPLY_AS_HASH, POLICIES
+from refimpl.work import Hash, Spread
+from sim.hardware import find_device
 from sim.run import run_scenario
 from sim.scenario import check_raw
 
@@ -32,18 +35,26 @@ SIZE_GB, SHARD_MB, CLIENT_MBIT_S = 62.0, 500.0, 590.0
 RELAYS, CLIENTS = (2, 4), (10, 20, 40)
 UNEQUAL_RELAYS_MBIT_S = (12_000.0, 6_000.0, 3_000.0, 1_500.0, 1_000.0)
 SEEDS, POLICY_CLIENTS = 3, 12
+OTHER_CLIENTS = ("CPU 2 cores",)  # for their hosts' cores
 INCREMENT_SHARE = 0.01  # half as good as the worst that was measured at lr 3e-7 (bench/results/shardcast_delta.md)
 
 
-def group(name: str, role: str, count: int, up_mbit_s: float, down_mbit_s: float, region: str) -> dict[str, Any]:
-    device = {"origin": "H100 SXM", "relay": "L4", "client": "RTX 4090"}[role]
+DEVICES = {"origin": "H100 SXM", "relay": "L4", "client": "RTX 4090"}
+
+
+def group(
+    name: str, role: str, count: int, up_mbit_s: float, down_mbit_s: float, region: str, device: str = ""
+) -> dict[str, Any]:
     return {
-        "name": name, "role": role, "count": count, "device": device, "region": region, "latency_ms": 2.0,
+        "name": name, "role": role, "count": count, "device": device or DEVICES[role], "region": region,
+        "latency_ms": 2.0,
         "uplink_mbit_s": up_mbit_s, "downlink_mbit_s": down_mbit_s,
     }  # fmt: skip
 
 
-def run(relays_mbit_s: tuple[float, ...], clients: int, *, seed: int = 1, **broadcast: Any) -> dict[str, Any]:
+def run(
+    relays_mbit_s: tuple[float, ...], clients: int, *, seed: int = 1, client: str = "", **broadcast: Any
+) -> dict[str, Any]:
     regions = ("oregon", "virginia", "frankfurt", "tokyo")
     part = {"size_gb": SIZE_GB, "shard_mb": SHARD_MB, **broadcast}
     raw = {
@@ -53,7 +64,8 @@ def run(relays_mbit_s: tuple[float, ...], clients: int, *, seed: int = 1, **broa
             group("origin", "origin", 1, 10_000.0, 10_000.0, "virginia"),
             *(group(f"relay{i}", "relay", 1, rate, 12_000.0, regions[i % 4]) for i, rate in enumerate(relays_mbit_s)),
             *(
-                group(f"client-{region}", "client", clients // 4 + (i < clients % 4), 100.0, CLIENT_MBIT_S, region)
+                group(f"client-{region}", "client", clients // 4 + (i < clients % 4), 100.0, CLIENT_MBIT_S, region,
+                      client)
                 for i, region in enumerate(regions)
             ),
         ],
@@ -127,20 +139,51 @@ def interval(values: list[float]) -> str:
 
 def increments() -> tuple[str, Any]:
     raw, rows = [], []
-    for what, share in (("whole files", None), ("increments of 1 %", INCREMENT_SHARE)):
+    for share, client in ((None, ""), (INCREMENT_SHARE, ""), *((INCREMENT_SHARE, device) for device in OTHER_CLIENTS)):
         extra = {} if share is None else {"increment_share": share}
-        figures = run((10_000.0,) * 4, 40, versions=2, interval_s=1500.0, **extra)
+        figures = run((10_000.0,) * 4, 40, client=client, versions=2, interval_s=1500.0, **extra)
         second = figures["versions"][1]
         found = {key: second[key] / 60 for key in ("first_s", "median_s", "last_s")}
+        cores = find_device(client or DEVICES["client"]).cores
+        what = "whole files" if share is None else f"increments of {100 * share:g} %, clients with {cores} cores"
         raw.append({"what": what, "bytes_sent": figures["bytes_sent"], **found})
         rows.append(f"| {what} | " + " | ".join(f"{value:.2f}" for value in found.values()) + " |")
         print(rows[-1], flush=True)
     head = "| second version by | first (min) | median | last |\n| --- | ---: | ---: | ---: |"
     return (
         f"# The second version\n\n62 GB to 40 clients of 590 Mbit/s over 4 relays; from the moment at which the origin "
-        f"begins to cut it, comparing and applying (priced on each node's device) included.\n\n{head}\n"
+        f"begins to cut it, comparing and applying (priced on each node's cores) included.\n\n{head}\n"
         + "\n".join(rows)
+        + "\n\n"
+        + costs()
     ), raw
+
+
+def costs() -> str:
+    """What each part would take by itself, as the simulator prices it."""
+    shards = math.ceil(SIZE_GB * 1e3 / SHARD_MB)
+
+    def seconds(role: str, hashes: float) -> str:
+        device = find_device(DEVICES[role])
+        piece = Hash(size_bytes=round(hashes * SHARD_MB * 1e6))
+        return f"{device.cores} | {device.price(Spread(piece, shards)):.1f} |"
+
+    line_s = 8e3 * INCREMENT_SHARE * SIZE_GB / CLIENT_MBIT_S
+    return "\n".join(
+        [
+            "These run side by side, shard by shard; what follows is each of them alone.",
+            "",
+            "| part, alone | cores | s |",
+            "| --- | ---: | ---: |",
+            f"| origin: SHA-256 of the shards | {seconds('origin', 1.0)}",
+            f"| origin: comparing ({ENCODE_AS_HASH:g} bytes hashed a byte) | {seconds('origin', ENCODE_AS_HASH)}",
+            f"| network: {100 * INCREMENT_SHARE:g} % over a client's line | | {line_s:.1f} |",
+            f"| client: applying ({APPLY_AS_HASH:g} bytes hashed a byte) | {seconds('client', APPLY_AS_HASH)}",
+            f"| of which SHA-256: the verification | {seconds('client', 1.0)}",
+            "",
+            f"Disks are not priced: in the median time a client must read {SIZE_GB:g} GB and write as much.",
+        ]
+    )
 
 
 def main() -> None:
