@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from refimpl.attacks.names import BEHAVIOURS, RING_BEHAVIOURS
+from refimpl.attacks.names import BEHAVIOURS, RELAY_BEHAVIOURS, RING_BEHAVIOURS
 from refimpl.work import ModelSize
 from sim.catalogue import CatalogueError, Strict, UnknownDevice, read_toml
 from sim.churn import ChurnEvent, ChurnSpec
@@ -164,6 +164,10 @@ class BroadcastPart(Strict):
     increment_share: float | None = Field(
         None, gt=0, lt=1, description="size of an increment between versions, of a version's; left out: none are made"
     )
+    reparent_s: float | None = Field(
+        None, gt=0, description="how often relays look for a better parent; left out: the tree stays as it is"
+    )
+    relay_slots: int = Field(8, ge=1, le=10_000, description="with reparent_s: relays that may hang below one")
 
 
 class RingPart(Strict):
@@ -212,7 +216,14 @@ KINDS: dict[str, Kind] = {
         parts=("task", "verifier", "ledger"),
         figures=("detection.rate", "false_positives.rate", "virtual_s"),
     ),
-    "broadcast": Kind(once=("origin",), more=("relay",), busy="client", figures=("first_s", "median_s", "last_s")),
+    "broadcast": Kind(
+        once=("origin",),
+        more=("relay",),
+        busy="client",
+        cheats=("relay",),
+        behaviours=RELAY_BEHAVIOURS,
+        figures=("first_s", "median_s", "last_s"),
+    ),
     "pipeline": Kind(
         once=(),
         more=("stage", "spare"),

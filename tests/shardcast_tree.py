@@ -27,7 +27,7 @@ class Tree:
         self, fabric: Any, *, relays: int = 2, clients: int = 2, spoil: dict[int, str] | None = None,
         policy: str = "expected-finish", origin_key: str = KEY.public_key, virtual: bool = True,
         increments: int = 0, store: Callable[[str], Any] = lambda name: MemoryStore(0.02), keep: int = 5,
-        limits: ServingLimits = ServingLimits(), **pull: Any,
+        limits: ServingLimits = ServingLimits(), origin_known: bool = True, **pull: Any,
     ) -> None:  # fmt: skip
         self.fabric = fabric
         self.notes: list[tuple[str, str, dict[str, Any]]] = []
@@ -50,8 +50,8 @@ class Tree:
 
         def pulling(sources: tuple[str, ...]) -> PullerConfig:
             return PullerConfig(
-                sources=sources, origin="origin", origin_key=origin_key, policy=policy, news_patience_s=0.5,
-                news_interval_s=0.01, retry_s=0.1, **pull,
+                sources=sources, origin="origin" if origin_known else "", origin_key=origin_key, policy=policy,
+                news_patience_s=0.5, news_interval_s=0.01, retry_s=0.1, **pull,
             )  # fmt: skip
 
         self.relays = []

@@ -229,3 +229,82 @@ def test_a_full_disk_where_nobody_writes_is_refused(tmp_path: Path) -> None:
         run_scenario(
             check_raw(raw, "x"), name="x", seed=1, model_path=str(TINY_MODEL), runs=tmp_path, progress=False
         )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------- lives and relays
+def crashed(name: str, *, kept: bool, **changes: Any) -> dict[str, Any]:
+    """`name` dies 1 s into a version of 40 MB that takes its 60 Mbit/s 5.3 s, and is back a second later."""
+    raw = tiny(duration_s=120.0, **changes)
+    raw["broadcast"].update({"versions": 1, "shard_mb": 1.0})
+    for group in raw["nodes"]:
+        if group["name"] == name:
+            group["downlink_mbit_s"] = 60.0
+    raw["faults"] = [{"kind": "crash", "nodes": [name], "start_s": 2.0, "end_s": 3.0, "disk_kept": kept}]
+    return raw
+
+
+@pytest.mark.parametrize("role", ["client", "relay"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_who_restarts_with_its_disk_goes_on_from_what_it_held(role: str, kept: bool, tmp_path: Path) -> None:
+    name = next(group["name"] for group in reversed(tiny()["nodes"]) if group["role"] == role)
+    result = run(crashed(name, kept=kept), tmp_path)
+    assert result.ok, (result.ended, result.violations)
+    told = events(result, name)
+    fetched = [(event["version_id"], event["index"]) for event in told if event["kind"] == "shard"]
+    assert len(set(fetched)) == 40
+    if kept:
+        assert "resumed" in {event["kind"] for event in told}
+        assert len(fetched) == 40  # no verified shard twice
+    else:
+        assert "resumed" not in {event["kind"] for event in told}
+        assert len(fetched) > 40
+
+
+def test_an_origin_that_restarts_with_its_disk_publishes_what_is_left(tmp_path: Path) -> None:
+    raw = tiny(duration_s=120.0)
+    raw["faults"] = [{"kind": "crash", "nodes": ["origin"], "start_s": 3.0, "end_s": 4.0, "disk_kept": True}]
+    result = run(raw, tmp_path)
+    assert result.ok, (result.ended, result.violations)
+    published = [event["version"] for event in events(result, "origin") if event["kind"] == "published"]
+    assert published == [0, 1]  # each once, under numbers that are never used again
+
+
+def test_a_lying_relay_is_named_in_the_figures(tmp_path: Path) -> None:
+    raw = cut("broadcast")
+    relays = [group for group in raw["nodes"] if group["role"] == "relay"]
+    relays[0]["behaviour"] = "flipped-bit"
+    result = run(raw, tmp_path)
+    assert result.ok, (result.ended, result.violations)
+    assert {wrong["relay"] for wrong in result.figures["wrong_shards"]} == {relays[0]["name"]}
+    with pytest.raises(ScenarioError, match="Known: honest, flipped-bit, truncated, equivocates"):
+        relays[0]["behaviour"] = "boasts"
+        check_raw(raw, "x")
+
+
+def two_levels(reparent_s: float | None) -> dict[str, Any]:
+    """origin → two hubs → a leaf below each → clients; what leaves one hub falls to a hundredth meanwhile."""
+    raw = tiny(duration_s=120.0)
+    raw["broadcast"].update({"versions": 1, "size_gb": 2.0, "shard_mb": 20.0})
+    if reparent_s is not None:
+        raw["broadcast"]["reparent_s"] = reparent_s
+    (relay,) = [group for group in raw["nodes"] if group["role"] == "relay"]
+    place = raw["nodes"].index(relay)
+    made = [
+        relay | {"name": name, "uplink_mbit_s": 2000.0, "downlink_mbit_s": 2000.0, "sources": sources}
+        for name, sources in (("hub-a", []), ("hub-b", []), ("leaf-a", ["hub-a"]), ("leaf-b", ["hub-b"]))
+    ]
+    raw["nodes"][place : place + 1] = made
+    for group in raw["nodes"]:
+        if group["role"] == "client":
+            group["sources"] = ["leaf-a"]
+    raw["faults"] = [{"kind": "link", "nodes": ["hub-a"], "direction": "up", "bandwidth_factor": 0.01, "start_s": 3.0}]
+    return raw
+
+
+def test_relays_leave_a_parent_that_becomes_slow_where_the_scenario_lets_them(tmp_path: Path) -> None:
+    stuck = run(two_levels(None), tmp_path, "stuck")
+    assert stuck.figures["versions"][0]["complete"] == 0  # of 2 GB, at 20 Mbit/s
+    moved = run(two_levels(5.0), tmp_path, "moved")
+    assert moved.ok, (moved.ended, moved.violations)
+    assert moved.figures["last_s"] < 100.0
+    assert next(event["before"] for event in events(moved, "leaf-a") if event["kind"] == "moved") == "hub-a"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from refimpl.attacks.relays import TAMPERS, flood
+from refimpl.attacks.names import RELAY_BEHAVIOURS
+from refimpl.attacks.relays import SPOILS, TAMPERS, flipped_bit, flood
 from refimpl.identity import Identity
-from refimpl.messages import Ok
+from refimpl.messages import Blob, Ok
 from refimpl.shardcast.disk_store import DiskStore, layout_of
 from refimpl.shardcast.limits import ServingLimits
 from refimpl.shardcast.messages import Complaint, complaint_bytes
@@ -18,6 +20,10 @@ from refimpl.world import Refused
 from refimpl.worlds.http import HttpFabric
 from tests.shardcast_tree import LAYOUT, Tree
 from tests.worlds import sim_fabric
+
+
+def test_the_list_of_names_holds_what_there_is() -> None:
+    assert set(RELAY_BEHAVIOURS) == {"honest", *SPOILS, *TAMPERS}
 
 
 @pytest.mark.parametrize("tamper", TAMPERS)
@@ -39,16 +45,66 @@ def test_a_relay_that_lies_is_routed_around_and_noted(tamper: str) -> None:
         assert hoard is not None and hoard.complete and hoard.header.version == 2
         truth = virtual_shards("content 2", LAYOUT)
         assert all(hoard.shelf.read(i, 0, 1 << 30).content_id == truth(i).content_id for i in range(11))
-    if tamper == "two-faced":
+    if tamper == "equivocates":
         assert {(note["node"], note["relay"]) for note in tree.of("wrong_shard")} == {
             ("client1", "relay0"),
             ("client3", "relay0"),
         }
         assert set(tree.origin.complaints) == {"relay0"} and len(tree.origin.complaints["relay0"]) == 2
-    if tamper == "stale":
+    if tamper == "stale-version":
         assert {note["source"] for note in tree.of("behind")} == {"relay0"}
-    if tamper == "invents":
+    if tamper == "forged-version":
         assert {note["source"] for note in tree.of("no_news") if "signature" in note["reason"]} == {"relay0"}
+
+
+@pytest.mark.parametrize("origin_known", [True, False])
+def test_when_all_relays_have_lied_there_is_a_way_out(origin_known: bool) -> None:
+    """Each sends wrong shards at first. The origin is asked where it is known; else who lied least, in time."""
+    tree = Tree(sim_fabric(run_seed=8), relays=2, clients=2, origin_known=origin_known)
+    lies = {"relay0": 30, "relay1": 10}
+    for relay in tree.relays:
+        relay.server.spoil = partial(_spoil_some, relay.world.name, lies)
+
+    async def main() -> float:
+        tree.start()
+        await tree.origin.publish(LAYOUT, virtual_shards("content", LAYOUT))
+        started_s = tree.worlds["origin"].now()
+        assert await tree.all_have(0, patience_s=500.0)
+        return float(tree.worlds["origin"].now() - started_s)
+
+    took_s = tree.fabric.run(main())
+    assert {note["node"] for note in tree.of("all_lied")} == {"client0", "client1"}
+    from_origin = {note["node"] for note in tree.of("shard") if note["relay"] == "origin"} & {"client0", "client1"}
+    assert from_origin == ({"client0", "client1"} if origin_known else set())
+    assert took_s < 5.0 or not origin_known
+    for client in tree.clients:
+        hoard, truth = client.puller.hoard, virtual_shards("content", LAYOUT)
+        assert hoard is not None
+        assert all(hoard.shelf.read(i, 0, 1 << 30).content_id == truth(i).content_id for i in range(11))
+
+
+def _spoil_some(relay: str, lies: dict[str, int], index: int, blob: Blob) -> Blob:
+    lies[relay] -= 1
+    return flipped_bit(index, blob) if lies[relay] >= 0 else blob
+
+
+def test_when_all_lie_for_ever_nothing_wrong_arrives_and_it_is_no_progress() -> None:
+    """`pull` gives up after its patience, and says this."""
+    tree = Tree(sim_fabric(run_seed=9), spoil={0: "flipped-bit", 1: "truncated"}, clients=1, origin_known=False)
+    puller = tree.clients[0].puller
+
+    async def main() -> None:
+        tree.start()
+        await tree.origin.publish(LAYOUT, virtual_shards("content", LAYOUT))
+        assert not await tree.all_have(0, patience_s=60.0)
+        before = puller.progress()
+        assert not await tree.all_have(0, patience_s=600.0)
+        assert puller.progress() == before and not tree.of("complete")
+
+    tree.fabric.run(main())
+    assert puller.trouble == "each of 2 sources has sent a wrong shard"
+    wrong = len([note for note in tree.of("wrong_shard") if note["node"] == "client0"])
+    assert 4 <= wrong <= 40  # they are tried again, ever more rarely
 
 
 def test_a_relay_that_drips_is_asked_for_the_rest_elsewhere(tmp_path: Path) -> None:
@@ -59,7 +115,7 @@ def test_a_relay_that_drips_is_asked_for_the_rest_elsewhere(tmp_path: Path) -> N
         HttpFabric(run_seed=1), virtual=False, clients=1, store=lambda name: DiskStore(tmp_path / name),
         piece_bytes=10_000, stall_s=1.0,
     )  # fmt: skip
-    tree.relays[0].world.serve(TAMPERS["drips"](tree.relays[0].server))
+    tree.relays[0].world.serve(TAMPERS["slow-drip"](tree.relays[0].server))
 
     async def main() -> float:
         tree.start()

@@ -9,6 +9,8 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from refimpl.shardcast.choice import Beliefs, ExpectedFinish, MovingAverage, RelayChoice
 from refimpl.shardcast.fetch import Fetch, FetchPlan, FetchRules, Wait
@@ -95,9 +97,11 @@ def test_choices_follow_the_shares() -> None:
 def test_all_zero_weights_raise() -> None:
     assert averages(a=0, b=0).shares(["a", "b"]) == [0.5, 0.5]  # but the fixed rule goes on
     policy = MovingAverage(failures="published")
-    policy.observe("a", 0, 1.0, True)
+    for relay in ("a", "b"):
+        policy.observe(relay, 0, 1.0, True)
     with pytest.raises(ValueError, match="weight zero"):
-        policy.choose(rng(), 0.0, ["a"], MB)
+        policy.choose(rng(), 0.0, ["a", "b"], MB)
+    assert policy.choose(rng(), 0.0, ["a"], MB) == "a"  # one of one is no choice
 
 
 # ------------------------------------------------------------------------------------------------- expected finish
@@ -217,6 +221,97 @@ def test_a_wrong_shard_bans_its_relay_and_only_that_shard_is_fetched_again() -> 
     assert fetching.next(2.0, rng(), ["bad", "good"]) is None
 
 
+ENDINGS = ("arrived", "stopped", "failed", "not yet", "left", "wrong", "wrong, nobody knows whose")
+
+
+def lie(fetching: FetchPlan, now_s: float, relay: str) -> None:
+    fetch = start(fetching, now_s, [relay])
+    fetching.corrupt(fetch.ticket, now_s, culprit=relay)
+
+
+def test_when_all_relays_lied_the_last_resort_is_asked_at_once() -> None:
+    fetching = plan(shards=2)
+    for relay in ("a", "b"):
+        lie(fetching, 1.0, relay)
+    steps = [fetching.next(1.0, rng(), ["a", "b"], "origin") for _ in range(2)]
+    assert [step.relay for step in steps if isinstance(step, Fetch)] == ["origin", "origin"] and fetching.all_lied
+    later = fetching.next(1000.0, rng(), ["a", "b"], "origin")
+    assert isinstance(later, Wait)  # nobody is forgiven while it delivers
+
+
+def test_without_a_last_resort_the_least_guilty_is_forgiven_one_transfer_at_a_time() -> None:
+    fetching = plan(shards=4, forgive_s=5.0)
+    fetches = [start(fetching, 0.0, ["a"]), start(fetching, 0.0, ["a"])]
+    for fetch in fetches:
+        fetching.corrupt(fetch.ticket, 1.0, culprit="a")
+    lie(fetching, 1.0, "b")
+    assert fetching.next(1.0, rng(), ["a", "b"]) == Wait(6.0)
+    pardoned = start(fetching, 6.0, ["a", "b"])
+    assert pardoned.relay == "b"  # one wrong shard against two
+    assert isinstance(fetching.next(6.0, rng(), ["a", "b"]), Wait)  # one at a time
+    fetching.arrived(pardoned.ticket, 7.0)
+    again = start(fetching, 7.0, ["a", "b"])
+    fetching.corrupt(again.ticket, 8.0, culprit="b")
+    assert fetching.next(8.0, rng(), ["a", "b"]) == Wait(18.0)  # twice as long
+    assert start(fetching, 18.0, ["a", "b"]).relay == "a"  # two each by now, the first by name
+
+
+def test_a_last_resort_that_is_dead_does_not_stand_in_the_way_of_a_pardon() -> None:
+    fetching = plan(shards=1, forgive_s=5.0, retry_s=0.1)
+    lie(fetching, 0.0, "a")
+    dead = fetching.next(0.0, rng(), ["a"], "origin")
+    assert isinstance(dead, Fetch) and dead.relay == "origin"
+    fetching.failed(dead.ticket, 1.0, rng(), offset=0)
+    step = fetching.next(6.0, rng(), ["a"], "origin")
+    assert isinstance(step, Fetch) and step.relay == "a"  # the origin has just failed at this shard
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(ENDINGS), st.integers(0, 9), st.sampled_from("abc")), max_size=80))
+def test_no_shard_is_ever_lost(happenings: list[tuple[str, int, str]]) -> None:
+    """However transfers end, a shard that has not arrived is fetched again: once the relays are honest, all come."""
+    fetching, now_s, dice = plan(shards=4, connections=3, forgive_s=1.0), 0.0, rng()
+    under_way: list[Fetch] = []
+    for how, which, relay in happenings:
+        now_s += 0.4
+        while isinstance(step := fetching.next(now_s, dice, ["a", "b", "c"]), Fetch):
+            under_way.append(step)
+        if how == "left":
+            gone = set(fetching.leave(relay, lambda index: 0))
+            under_way = [fetch for fetch in under_way if fetch.ticket not in gone]
+        elif under_way:
+            end(fetching, how, under_way.pop(which % len(under_way)), now_s, dice)
+    for fetch in under_way:
+        end(fetching, "stopped", fetch, now_s, dice)
+    for _ in range(1000):
+        step = fetching.next(now_s, dice, ["a", "b", "c"])
+        if isinstance(step, Fetch):
+            fetching.arrived(step.ticket, now_s)
+        elif step is None:
+            return
+        else:
+            assert step.until_s < math.inf, "waits for ever, and nothing is under way"
+            now_s = max(step.until_s, now_s + 1e-3)
+    raise AssertionError(f"{fetching.left} shards never came")
+
+
+def end(fetching: FetchPlan, how: str, fetch: Fetch, now_s: float, dice: np.random.Generator) -> None:
+    """One way in which a transfer can end."""
+    match how:
+        case "arrived":
+            fetching.arrived(fetch.ticket, now_s)
+        case "stopped":
+            fetching.stopped(fetch.ticket, offset=0)
+        case "failed":
+            fetching.failed(fetch.ticket, now_s, dice, offset=0)
+        case "not yet":
+            fetching.not_yet(fetch.ticket, now_s)
+        case "wrong, nobody knows whose":
+            fetching.corrupt(fetch.ticket, now_s, None)
+        case _:
+            fetching.corrupt(fetch.ticket, now_s, fetch.relay)
+
+
 def test_a_wrong_shard_from_two_relays_is_fetched_from_one_at_a_time() -> None:
     fetching = plan(shards=1, retry_s=0.1)
     fetch = start(fetching, 0.0, ["a", "b"])
@@ -260,7 +355,7 @@ def test_the_last_shards_are_asked_for_twice_where_it_pays() -> None:
     assert (hedge.relay, hedge.offset, hedge.hedge) == ("fast", 10, True)
     assert isinstance(fetching.next(1.0, rng(), ["slow", "fast", "third"]), Wait)  # two copies are enough
     assert fetching.arrived(hedge.ticket, 2.0) == [first.ticket]
-    fetching.stopped(first.ticket)
+    fetching.stopped(first.ticket, offset=0)
     assert fetching.next(2.0, rng(), ["slow", "fast"]) is None
 
 
@@ -330,7 +425,7 @@ def fluid(
             if received >= size - fetch.offset:
                 del running[ticket]
                 for other in fetching.arrived(ticket, now_s):
-                    fetching.stopped(other)
+                    fetching.stopped(other, offset=0)
                     del running[other]
         for ticket in fetching.overdue(now_s, list(relays)):
             fetch, _, received = running.pop(ticket)

@@ -10,11 +10,11 @@ import pytest
 from refimpl.attacks.relays import SPOILS
 from refimpl.identity import Identity
 from refimpl.messages import Blob
+from refimpl.shardcast.choice import POLICIES
 from refimpl.shardcast.disk import ShardMismatch
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import Header
 from refimpl.shardcast.origin import virtual_shards
-from refimpl.shardcast.puller import POLICIES
 from refimpl.shardcast.shelf import MemoryStore, digest
 from refimpl.worlds.http import HttpFabric
 from tests.shardcast_tree import LAYOUT, Tree

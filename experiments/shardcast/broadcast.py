@@ -1,8 +1,11 @@
-"""How long do new weights take: by relays and clients, by the rule that chooses relays, by increments?
+"""How long do new weights take: by relays and clients, by the rule that chooses relays, by increments, by a tree that
+mends itself?
 
-All simulated with the real roles (`sim/kinds/broadcast.py`), 62 GB in shards of 500 MB; the bandwidth bound is drawn.
+All simulated with the real roles (`sim/kinds/broadcast.py`); the bandwidth bound is drawn. 62 GB in shards of 500 MB;
+for `policies` and `tree`, which are run over seeds, a tenth of it in shards of 50 MB.
 
-    python experiments/shardcast/broadcast.py grid|policies|increments [--out FOLDER]
+    python experiments/shardcast/broadcast.py grid|policies|increments|tree [--out FOLDER]
+    python experiments/shardcast/broadcast.py large --clients 10000 [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -10,9 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +31,26 @@ from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from refimpl.shardcast.choice import POLICIES
 from refimpl.shardcast.origin import ENCODE_AS_HASH
-from refimpl.shardcast.puller import APPLY_AS_HASH, POLICIES
+from refimpl.shardcast.puller import APPLY_AS_HASH
 from refimpl.work import Hash, Spread
 from sim.hardware import find_device
-from sim.run import run_scenario
+from sim.run import RunResult, run_scenario
 from sim.scenario import check_raw
 
 SIZE_GB, SHARD_MB, CLIENT_MBIT_S = 62.0, 500.0, 590.0
-RELAYS, CLIENTS = (2, 4), (10, 20, 40)
-UNEQUAL_RELAYS_MBIT_S = (12_000.0, 6_000.0, 3_000.0, 1_500.0, 1_000.0)
-SEEDS, POLICY_CLIENTS = 3, 12
+RELAYS, CLIENTS = (2, 4, 8), (10, 20, 40, 160)
+REGIONS = ("oregon", "virginia", "frankfurt", "tokyo")
+SEEDS = 3
+TENTH = {"size_gb": 6.2, "shard_mb": 50.0}
+POLICY_CLIENTS = 12
+POLICY_RELAYS_MBIT_S = (12_000.0, 6_000.0, 3_000.0, 1_500.0, 1_000.0, 300.0)
+POLICY_BEHAVIOURS = {4: "slow-drip", 3: "flipped-bit"}
+POLICY_FAULTS = [
+    {"kind": "crash", "nodes": ["relay5"], "start_s": 10.0 + 20.0 * i, "end_s": 20.0 + 20.0 * i} for i in range(30)
+] + [{"kind": "crash", "nodes": ["relay1"], "start_s": 30.0, "end_s": 60.0}]
+LARGE_SHARD_MB = 1000.0
 OTHER_CLIENTS = ("CPU 2 cores",)  # for their hosts' cores
 INCREMENT_SHARE = 0.01  # half as good as the worst that was measured at lr 3e-7 (bench/results/shardcast_delta.md)
 
@@ -52,51 +68,79 @@ def group(
     }  # fmt: skip
 
 
-def run(
-    relays_mbit_s: tuple[float, ...], clients: int, *, seed: int = 1, client: str = "", **broadcast: Any
-) -> dict[str, Any]:
-    regions = ("oregon", "virginia", "frankfurt", "tokyo")
+def simulate(
+    nodes: list[dict[str, Any]],
+    seed: int,
+    faults: list[dict[str, Any]],
+    *,
+    duration_s: float = 200_000.0,
+    **broadcast: Any,
+) -> RunResult:
     part = {"size_gb": SIZE_GB, "shard_mb": SHARD_MB, **broadcast}
     raw = {
-        "title": "broadcast", "shows": "completion times", "seed": seed, "duration_s": 200_000.0, "broadcast": part,
-        "network": {"regions": "aws", "jitter_ms": 2.0},
-        "nodes": [
-            group("origin", "origin", 1, 10_000.0, 10_000.0, "virginia"),
-            *(group(f"relay{i}", "relay", 1, rate, 12_000.0, regions[i % 4]) for i, rate in enumerate(relays_mbit_s)),
-            *(
-                group(f"client-{region}", "client", clients // 4 + (i < clients % 4), 100.0, CLIENT_MBIT_S, region,
-                      client)
-                for i, region in enumerate(regions)
-            ),
-        ],
+        "title": "broadcast", "shows": "completion times", "seed": seed, "duration_s": duration_s, "broadcast": part,
+        "network": {"regions": "aws", "jitter_ms": 2.0}, "nodes": nodes, "faults": faults,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        scenario = check_raw(raw, "broadcast")
-        result = run_scenario(
-            scenario, name="b", seed=seed, model_path="calibrated", runs=Path(folder), say=lambda line: None,
-            trace=False, progress=False,
+        return run_scenario(
+            check_raw(raw, "broadcast"), name="b", seed=seed, model_path="calibrated", runs=Path(folder),
+            say=lambda line: None, trace=False, progress=False,
         )  # fmt: skip
+
+
+def run(
+    relays_mbit_s: tuple[float, ...],
+    clients: int,
+    *,
+    seed: int = 1,
+    behaviours: dict[int, str] | None = None,
+    faults: list[dict[str, Any]] | None = None,
+    client: str = "",
+    **broadcast: Any,
+) -> dict[str, Any]:
+    """One level of relays; clients spread over four regions."""
+    nodes = [
+        group("origin", "origin", 1, 10_000.0, 10_000.0, "virginia"),
+        *(
+            group(f"relay{i}", "relay", 1, rate, 12_000.0, REGIONS[i % 4])
+            | {"behaviour": (behaviours or {}).get(i, "honest")}
+            for i, rate in enumerate(relays_mbit_s)
+        ),
+        *(
+            group(f"client-{region}", "client", clients // 4 + (i < clients % 4), 100.0, CLIENT_MBIT_S, region, client)
+            for i, region in enumerate(REGIONS)
+        ),
+    ]
+    result = simulate(nodes, seed, faults or [], **broadcast)
     assert result.ok, (result.ended, result.violations)
     return result.figures
 
 
-def grid() -> tuple[str, Any]:
-    raw, rows = [], []
-    for relays in RELAYS:
-        for clients in CLIENTS:
+def grid(counts: list[int], clients_counts: list[int], before: list[dict[str, Any]]) -> tuple[str, Any]:
+    """Rows for these numbers of relays and clients; `before`: rows of an earlier part of the same grid."""
+    fresh = {(relays, clients) for relays in counts for clients in clients_counts}
+    raw = [point for point in before if (point["relays"], point["clients"]) not in fresh]
+    for relays in counts:
+        for clients in clients_counts:
             figures = run((10_000.0,) * relays, clients)
             found = {key: figures[key] / 60 for key in ("first_s", "median_s", "last_s", "bound_s")}
             raw.append({"relays": relays, "clients": clients, **found})
-            rows.append(f"| {relays} | {clients} | " + " | ".join(f"{value:.2f}" for value in found.values()) + " |")
-            print(rows[-1], flush=True)
+            print(raw[-1], flush=True)
+    raw.sort(key=lambda point: (point["relays"], point["clients"]))
+    rows = [
+        f"| {point['relays']} | {point['clients']} | "
+        + " | ".join(f"{point[key]:.2f}" for key in ("first_s", "median_s", "last_s", "bound_s"))
+        + " |"
+        for point in raw
+    ]
     head = "| relays | clients | first (min) | median | last | optimum of the median |" + "\n|" + " ---: |" * 6
-    return f"# Relays and clients\n\n62 GB, relays of 10 Gbit/s, clients of 590 Mbit/s.\n\n{head}\n" + "\n".join(
-        rows
+    return (
+        f"# Relays and clients\n\n62 GB, relays of 10 Gbit/s, clients of 590 Mbit/s.\n\n{head}\n" + "\n".join(rows)
     ), raw
 
 
 def plot_grid(raw: Any, path: Path) -> None:
-    figure, axes = plt.subplots(1, len(RELAYS), figsize=(10, 3.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(RELAYS), figsize=(12, 3.6), sharey=True, layout="constrained")
     for axis, relays in zip(axes, RELAYS, strict=True):
         points = [point for point in raw if point["relays"] == relays]
         clients = [point["clients"] for point in points]
@@ -117,24 +161,147 @@ def policies() -> tuple[str, Any]:
     raw: list[Any] = []
     rows = []
     for policy in POLICIES:
-        found = [run(UNEQUAL_RELAYS_MBIT_S, POLICY_CLIENTS, seed=seed, policy=policy) for seed in range(1, SEEDS + 1)]
-        figures = {key: [one[key] / 60 for one in found] for key in ("median_s", "last_s")}
-        raw.append({"policy": policy, "bound_min": found[0]["bound_s"] / 60, **figures})
+        found = [
+            run(
+                POLICY_RELAYS_MBIT_S, POLICY_CLIENTS, seed=seed, policy=policy, behaviours=POLICY_BEHAVIOURS,
+                faults=POLICY_FAULTS, **TENTH,
+            )
+            for seed in range(1, SEEDS + 1)
+        ]  # fmt: skip
+        figures = {key: [one[key] for one in found] for key in ("median_s", "last_s")}
+        raw.append({"policy": policy, "bound_s": found[0]["bound_s"], **figures})
         rows.append(f"| {policy} | {interval(figures['median_s'])} | {interval(figures['last_s'])} |")
         print(rows[-1], flush=True)
-    head = "| policy | median (min) | last (min) |\n| --- | ---: | ---: |"
+    gained = [
+        f"{key.removesuffix('_s')} {interval([a - b for a, b in zip(raw[0][key], raw[-1][key], strict=True)])} s"
+        for key in ("median_s", "last_s")
+    ]
+    head = "| policy | median (s) | last (s) |\n| --- | ---: | ---: |"
     return (
-        f"# Which relay to ask\n\n62 GB to {POLICY_CLIENTS} clients of 590 Mbit/s from relays of "
-        f"{', '.join(f'{rate / 1000:g}' for rate in UNEQUAL_RELAYS_MBIT_S)} Gbit/s; mean and 95 % interval over "
-        f"{SEEDS} seeds; bandwidth-bound optimum of the median {raw[0]['bound_min']:.2f} min.\n\n{head}\n"
-        + "\n".join(rows)
+        f"# Which relay to ask\n\n{TENTH['size_gb']} GB to {POLICY_CLIENTS} clients of {CLIENT_MBIT_S:g} Mbit/s from "
+        f"relays of {', '.join(f'{rate / 1000:g}' for rate in POLICY_RELAYS_MBIT_S)} Gbit/s: the fourth sends wrong "
+        "bytes, the fifth takes 3 s for each shard, the last is down for 10 s out of 20, the second from 30 to 60 s. "
+        f"Mean and 95 % interval over {SEEDS} seeds; bandwidth-bound optimum of the median {raw[0]['bound_s']:.1f} s."
+        f"\n\n{head}\n" + "\n".join(rows) + "\n\n"
+        f"{raw[-1]['policy']} against {raw[0]['policy']}, same seeds: sooner by {', '.join(gained)}."
     ), raw
 
 
+def plot_policies(raw: Any, path: Path) -> None:
+    figure, axis = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    for shift, key, label in ((-0.15, "median_s", "median client"), (0.15, "last_s", "last client")):
+        for place, point in enumerate(raw):
+            seeds = len(point[key])
+            axis.plot([place + shift] * seeds, point[key], "o", color="C0" if shift < 0 else "C1", ms=4, alpha=0.6)
+        means = [statistics.mean(point[key]) for point in raw]
+        halves = [half_width(point[key]) for point in raw]
+        places = [place + shift for place in range(len(raw))]
+        axis.errorbar(places, means, halves, fmt="_", ms=16, color="C0" if shift < 0 else "C1", label=label, capsize=4)
+    axis.axhline(raw[0]["bound_s"], color="#222", ls="--", lw=1, label="bandwidth-bound optimum (median)")
+    axis.set_xticks(range(len(raw)), [point["policy"] for point in raw])
+    axis.set(ylabel=f"seconds until {TENTH['size_gb']} GB are there", ylim=(0, None))
+    axis.grid(alpha=0.25, axis="y")
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def half_width(values: list[float]) -> float:
+    """Of the 95 % interval of the mean, by Student's t."""
+    return float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def interval(values: list[float]) -> str:
-    """Mean and 95 % interval by Student's t."""
-    half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.mean(values):.2f} ± {half:.2f}"
+    """Mean and 95 % interval."""
+    return f"{statistics.mean(values):.1f} ± {half_width(values):.1f}"
+
+
+# --------------------------------------------------------------------------------------------- a tree that mends itself
+TREE_FAULT_S = 2.0  # a relay needs 5 s for the whole version
+TREE_FAULTS: dict[str, list[dict[str, Any]]] = {
+    "none": [],
+    "what leaves one hub falls to a fiftieth": [
+        {"kind": "link", "nodes": ["hub1"], "direction": "up", "bandwidth_factor": 0.02, "start_s": TREE_FAULT_S}
+    ],
+    "one hub dies": [{"kind": "crash", "nodes": ["hub1"], "start_s": TREE_FAULT_S}],
+}
+TREE_CLIENTS, TREE_PATIENCE_S = 12, 600.0
+
+
+def tree() -> tuple[str, Any]:
+    """origin → two hubs → two relays below each → clients, half of them at the relays of either hub."""
+    raw, rows = [], []
+    for what, faults in TREE_FAULTS.items():
+        for reparent_s in (None, 5.0):
+            found = [one_tree(seed, faults, reparent_s) for seed in range(1, SEEDS + 1)]
+            times = [one["versions"][0]["times_s"] for one in found]
+            medians, lasts = ([nth(each, place) for each in times] for place in (TREE_CLIENTS // 2, TREE_CLIENTS - 1))
+            raw.append({"fault": what, "reparent_s": reparent_s, "median_s": medians, "last_s": lasts})
+            how = "fixed" if reparent_s is None else f"relays look every {reparent_s:g} s"
+            rows.append(f"| {what} | {how} | {interval_or_never(medians)} | {interval_or_never(lasts)} |")
+            print(rows[-1], flush=True)
+    head = f"| fault, from {TREE_FAULT_S:g} s on | tree | median client (s) | last client (s) |\n"
+    head += "| --- | --- | ---: | ---: |"
+    return (
+        f"# A tree that mends itself\n\n{TENTH['size_gb']} GB over two hubs (one in Virginia, one in Frankfurt; "
+        f"10 Gbit/s) and two relays of 10 Gbit/s below each to {TREE_CLIENTS} clients of {CLIENT_MBIT_S:g} Mbit/s, "
+        f"half of them at either pair of relays. Mean and 95 % interval over {SEEDS} seeds; never: not within "
+        f"{TREE_PATIENCE_S:g} s.\n\n{head}\n" + "\n".join(rows)
+    ), raw
+
+
+def nth(times_s: list[float], place: int) -> float | None:
+    """When so many clients and one more had it; None: never."""
+    return times_s[place] if place < len(times_s) else None
+
+
+def interval_or_never(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return interval(known) if len(known) == len(values) else f"never, in {len(values) - len(known)} of {len(values)}"
+
+
+def one_tree(seed: int, faults: list[dict[str, Any]], reparent_s: float | None) -> dict[str, Any]:
+    places = ("virginia", "frankfurt")
+    nodes = [group("origin", "origin", 1, 10_000.0, 10_000.0, "oregon")]
+    for i, place in enumerate(places):
+        nodes.append(group(f"hub{i}", "relay", 1, 10_000.0, 10_000.0, place))
+        nodes.append(group(f"relay{i}", "relay", 2, 10_000.0, 10_000.0, place) | {"sources": [f"hub{i}"]})
+    for i, place in enumerate(places):
+        clients = group(f"client{i}", "client", TREE_CLIENTS // 2, 100.0, CLIENT_MBIT_S, place)
+        nodes.append(clients | {"sources": [f"relay{i}"]})
+    moving = {} if reparent_s is None else {"reparent_s": reparent_s}
+    return simulate(nodes, seed, faults, duration_s=TREE_PATIENCE_S, **TENTH, **moving).figures
+
+
+# ------------------------------------------------------------------------------------------------------------ very many
+def large(clients: int) -> tuple[str, Any]:
+    """origin → 8 hubs → 64 relays → clients. Few large shards, two at a time, so that it can be computed."""
+    nodes = [group("origin", "origin", 1, 100_000.0, 10_000.0, "virginia")]
+    for i, region in enumerate(REGIONS):
+        nodes.append(group(f"hub-{region}", "relay", 2, 100_000.0, 25_000.0, region))
+        nodes.append(
+            group(f"relay-{region}", "relay", 16, 100_000.0, 25_000.0, region) | {"sources": [f"hub-{region}"]}
+        )
+        count = clients // 4 + (i < clients % 4)
+        near = group(f"client-{region}", "client", count, 100.0, CLIENT_MBIT_S, region)
+        nodes.append(near | {"sources": [f"relay-{region}"]})
+    started_s = time.monotonic()
+    result = simulate(nodes, 1, [], shard_mb=LARGE_SHARD_MB, connections=2)
+    assert result.ok, (result.ended, result.violations)
+    wall_s = time.monotonic() - started_s
+    memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    found = {key: result.figures[key] / 60 for key in ("first_s", "median_s", "last_s", "bound_s")}
+    raw = {"clients": clients, **found, "wall_s": wall_s, "memory_mib": memory_mib, "events": result.figures["events"]}
+    head = "| clients | first (min) | median | last | optimum of the median | computed in (s) | memory (MiB) |"
+    row = (
+        f"| {clients} | "
+        + " | ".join(f"{value:.2f}" for value in found.values())
+        + f" | {wall_s:.0f} | {memory_mib:.0f} |"
+    )
+    return (
+        f"# {clients} clients\n\n62 GB, virtual, in shards of {LARGE_SHARD_MB:g} MB, two at a time: an origin, 8 hubs "
+        f"and 64 relays of 100 Gbit/s, clients of {CLIENT_MBIT_S:g} Mbit/s at the 16 relays of their region.\n\n"
+        f"{head}\n|{' ---: |' * 7}\n{row}"
+    ), raw
 
 
 def increments() -> tuple[str, Any]:
@@ -188,16 +355,32 @@ def costs() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=["grid", "policies", "increments"])
+    parser.add_argument("question", choices=["grid", "policies", "increments", "tree", "large"])
+    parser.add_argument(
+        "--relays", type=int, nargs="+", choices=RELAYS, default=list(RELAYS),
+        help="of `grid`: compute these, and keep the other rows that are in the folder",
+    )  # fmt: skip
+    parser.add_argument("--clients", type=int, nargs="+", help="of `grid`, likewise; of `large`, one number")
     parser.add_argument("--out", type=Path, help="folder for table, figures and plot")
     options = parser.parse_args()
-    text, raw = {"grid": grid, "policies": policies, "increments": increments}[options.question]()
+    known = options.out / "grid.json" if options.out else None
+    before = json.loads(known.read_text()) if known is not None and known.exists() else []
+    answers: dict[str, Callable[[], tuple[str, Any]]] = {
+        "grid": partial(grid, options.relays, options.clients or list(CLIENTS), before),
+        "policies": policies,
+        "increments": increments,
+        "tree": tree,
+        "large": partial(large, (options.clients or [10_000])[0]),
+    }
+    text, raw = answers[options.question]()
+    print(text)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / f"{options.question}.md").write_text(text + "\n")
         (options.out / f"{options.question}.json").write_text(json.dumps(raw, indent=2) + "\n")
-        if options.question == "grid":
-            plot_grid(raw, options.out / "grid.png")
+        plots = {"grid": plot_grid, "policies": plot_policies}
+        if options.question in plots:
+            plots[options.question](raw, options.out / f"{options.question}.png")
 
 
 if __name__ == "__main__":

@@ -34,3 +34,15 @@ RING_BEHAVIOURS = (
     "complaint-forged",
 )
 """Of a stage in a simulated ring: those of `RING_CHEATS` in `ring.py` that a stand-in for a model can do by itself."""
+
+RELAY_BEHAVIOURS = (
+    "honest",
+    "flipped-bit",
+    "truncated",
+    "equivocates",
+    "stale-version",
+    "forged-version",
+    "lies-about-index",
+    "slow-drip",
+)
+"""Of a relay in a broadcast: the tables `SPOILS` and `TAMPERS` in `relays.py`."""

@@ -35,7 +35,7 @@ SPOILS: dict[str, Callable[[int, Blob], Blob]] = {"flipped-bit": flipped_bit, "t
 Handlers = dict[type[Message], Handler]
 
 
-def two_faced(server: ShardServer) -> Handlers:
+def equivocates(server: ShardServer) -> Handlers:
     """Right bytes for half of those who ask, wrong ones for the others (by the last letter of their name)."""
 
     async def give(source: str, message: AskShard) -> Message:
@@ -47,7 +47,7 @@ def two_faced(server: ShardServer) -> Handlers:
     return {AskShard: give}
 
 
-def stale(server: ShardServer) -> Handlers:
+def stale_version(server: ShardServer) -> Handlers:
     """Knows of nothing after the first version that it had."""
 
     async def tell(source: str, message: AskNews) -> Message:
@@ -61,7 +61,7 @@ def stale(server: ShardServer) -> Handlers:
     return {AskNews: tell}
 
 
-def boasts(server: ShardServer) -> Handlers:
+def lies_about_index(server: ShardServer) -> Handlers:
     """Lists everything and has nothing: each shard is "on its way"."""
 
     async def give(source: str, message: AskShard) -> Message:
@@ -70,7 +70,7 @@ def boasts(server: ShardServer) -> Handlers:
     return {AskShard: give}
 
 
-def invents(server: ShardServer) -> Handlers:
+def forged_version(server: ShardServer) -> Handlers:
     """Announces a version that the origin never made, by altering what it signed for another."""
 
     async def tell(source: str, message: AskNews) -> Message:
@@ -86,7 +86,7 @@ def invents(server: ShardServer) -> Handlers:
     return {AskNews: tell}
 
 
-def drips(server: ShardServer) -> Handlers:
+def slow_drip(server: ShardServer) -> Handlers:
     """Never breaks off, and never gets done: seconds for each piece."""
 
     async def give(source: str, message: AskShard) -> Message:
@@ -97,11 +97,11 @@ def drips(server: ShardServer) -> Handlers:
 
 
 TAMPERS: dict[str, Callable[[ShardServer], Handlers]] = {
-    "two-faced": two_faced,
-    "stale": stale,
-    "boasts": boasts,
-    "invents": invents,
-    "drips": drips,
+    "equivocates": equivocates,
+    "stale-version": stale_version,
+    "forged-version": forged_version,
+    "lies-about-index": lies_about_index,
+    "slow-drip": slow_drip,
 }
 
 

@@ -12,10 +12,13 @@ Cores (no waiting, no clock, no chance of their own), in reading order:
 6. `delta.py`      the lossless increment between two versions (`tensors.py`, `delta_sparse.py`, `delta_codec.py`: what
                    is compared, and how it is coded; `increment.py`: from the store, into the store)
 7. `route.py`      increments or the whole file: whichever arrives first
-8. `topology.py`   below which parent a relay hangs; `limits.py` what one client may take from it
+8. `topology.py`   below which parent a relay hangs (`arrivals.py`: how fast shards come from it); `limits.py` what one
+                   client, or one address, may take
 9. `compat.py`     the published package's file layout (`blake3.py`: its checksum)
-10. `hoard.py`     what a node holds of one version; `known.py`: what it knows of a run; `carry.py`: how bytes travel
+10. `hoard.py`     what a node holds of one version; `job.py`: what it is fetching; `known.py`: what it knows of a run;
+                   `carry.py`: how bytes travel
 
-Roles: `origin.py`, `relay.py` and `client.py`, of `serving.py` and `puller.py`; they speak `messages.py`.
+Roles: `origin.py`, `relay.py` and `client.py`, of `serving.py`, `puller.py` and `branch.py` (relays measure each other
+and move); they speak `messages.py`.
 `cli/`: the same as commands, with files, keys and plain HTTP downloads (`python -m refimpl.shardcast --help`).
 """

@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from refimpl.shardcast.choice import POLICIES
 from refimpl.shardcast.cli import commands
 from refimpl.shardcast.disk import StoreError
-from refimpl.shardcast.puller import POLICIES
 
 EPILOG = """example, on one machine:
 
@@ -39,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--keep", type=int, default=5, help="versions to keep")
         made.add_argument("--compat", choices=["blake3", "sha256"], help="serve shardcast 0.3.2's layout, too")
         made.add_argument("--client-mb-s", type=float, default=1250.0, help="MB/s that one client may take")
+        made.add_argument(
+            "--clients-per-address", type=float, default=8.0, help="what one address may take, in clients' worth"
+        )
 
     def pulling(made: argparse.ArgumentParser) -> None:
         made.add_argument("sources", nargs="+", help="http://HOST:PORT of relays, or of the origin")
@@ -70,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
 
     relay = command("relay", "Fetch versions, and serve each shard on as soon as it is verified.")
     pulling(relay)
+    relay.add_argument(
+        "--neighbour", action="append", default=[], metavar="URL",
+        help="a relay that may become the parent instead of the first source, when it is better (may be repeated)",
+    )  # fmt: skip
+    relay.add_argument("--look-s", type=float, default=10.0, help="how often neighbours are asked and measured")
+    relay.add_argument("--slots", type=int, default=8, help="relays that may hang below this one")
     store(relay)
     serving(relay)
 

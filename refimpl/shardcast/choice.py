@@ -24,7 +24,7 @@ is not used, so that exploring costs little where it cannot pay; 3) the best rel
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -71,7 +71,8 @@ class _Averages:
 
 class MovingAverage:
     """The original's rule. A relay's first sample sets b and q (the original probes each relay once before it starts);
-    relays without a sample are asked first, in order."""
+    relays without a sample are asked first, in order. A single relay is taken whatever its weight, where the original
+    would end with an error once that is zero."""
 
     def __init__(self, *, failures: Literal["published", "fixed"] = "fixed", timeout_s: float = TIMEOUT_S) -> None:
         if failures not in ("published", "fixed"):
@@ -126,7 +127,7 @@ class MovingAverage:
 
     def choose(self, rng: np.random.Generator, now_s: float, candidates: Sequence[str], size_bytes: int) -> str:
         for relay in candidates:
-            if relay not in self._of:
+            if relay not in self._of or len(candidates) == 1:  # one of one is no choice, whatever its weight
                 return relay
         point = rng.random()
         for relay, share in zip(candidates, self.shares(candidates), strict=True):
@@ -259,3 +260,17 @@ class ExpectedFinish:
             start = self.beliefs
             self._of[relay] = _Belief(math.log(start.rate_bytes_per_s), start.rate_spread**2, 0.0, start.rtt_s)
         return self._of[relay]
+
+
+POLICIES: dict[str, Callable[[], RelayChoice]] = {
+    "published": lambda: MovingAverage(failures="published"),
+    "moving-average": MovingAverage,
+    "expected-finish": ExpectedFinish,
+}
+
+
+def best_rate(policy: RelayChoice, relays: Sequence[str], now_s: float, unknown_bytes_per_s: float = 20e6) -> float:
+    """Bytes per second that the best relay is expected to deliver, by the policy's estimate."""
+    size = 1 << 20
+    seconds = min(policy.expected_s(relay, now_s, size) for relay in relays)
+    return size / seconds if 0 < seconds < math.inf else unknown_bytes_per_s

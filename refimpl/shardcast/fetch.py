@@ -4,7 +4,8 @@ A client says what happens and asks `next`; it gets a `Fetch` to carry out, a `W
 `None` when nothing is left to do. Waiting, sockets and files are the role's.
 
 Rules: 1) a shard that failed is tried elsewhere first, after a pause that doubles with jitter (the original: 2, 2, 2,
-15 s, for ever); 2) a relay that delivered a wrong shard is not asked again for this version; 3) a relay that does not
+15 s, for ever); 2) a relay that delivered a wrong shard is not asked again for this version; when all have, the last
+resort is asked (the origin), and after a pause the least guilty again, one transfer at a time; 3) a relay that does not
 have a shard yet is no failure, it is asked again after a pause; 4) when no shard is left to start, the slowest transfer
 is asked for a second time where it is expected clearly sooner, from the byte that it has reached; 5) a transfer that
 stalls or drips is named by `overdue`, to be cut off.
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +57,8 @@ class FetchRules:
     hedge_gain: float = 0.5  # ask twice when the second is expected within this share of what the first still needs
     hedge_check_s: float = 0.5  # how often that is looked at
     copies_max: int = 2
+    forgive_s: float = 5.0  # when all relays are banned: before the least guilty is asked again; doubles each time
+    forgive_s_max: float = 120.0
 
 
 @dataclass
@@ -87,6 +90,11 @@ class FetchPlan:
     def __init__(self, policy: RelayChoice, rules: FetchRules | None = None) -> None:
         self.policy, self.rules = policy, rules or FetchRules()
         self.banned: dict[str, str] = {}  # relay -> why
+        self._wrong: Counter[str] = Counter()  # wrong shards by relay, for as long as this plan lasts
+        self._pardoned = ""  # the relay that is asked again although it sent a wrong shard
+        self._pardons = 0
+        self._none_left_s: float | None = None  # since when all relays have been banned
+        self._last_resort, self._resort_works = "", True
         self._shards: dict[int, _Shard] = {}
         self._ready: deque[int] = deque()
         self._later: list[tuple[float, int]] = []  # a heap of (not before, shard): pauses after failures
@@ -124,13 +132,20 @@ class FetchPlan:
         """The shard is complete and verified. Returns the tickets of other transfers of it: stop them."""
         transfer = self._end(ticket)
         self._observe(transfer, transfer.size_bytes, now_s, ok=True)
+        self._resort_works |= transfer.relay == self._last_resort
         shard = self._shards.pop(transfer.index, None)
         return sorted(shard.tickets) if shard else []
 
-    def stopped(self, ticket: int) -> None:
-        """A transfer that was no longer needed has ended: neither a success nor a failure of its relay."""
+    def stopped(self, ticket: int, *, offset: int) -> None:
+        """A transfer that was no longer needed has ended: neither a success nor a failure of its relay. Where its shard
+        is needed all the same (another transfer of it came wrong meanwhile), it is fetched on from `offset`."""
         if ticket in self._transfers:
-            self.policy.release(self._end(ticket).relay)
+            transfer = self._end(ticket)
+            self.policy.release(transfer.relay)
+            shard = self._shards.get(transfer.index)
+            if shard is not None and not shard.tickets:
+                shard.offset = 0 if shard.alone else offset
+                self._ready.append(transfer.index)
 
     def not_yet(self, ticket: int, now_s: float) -> None:
         """The relay does not have the shard so far."""
@@ -151,6 +166,7 @@ class FetchPlan:
         """The transfer broke off; `offset` bytes of its shard are on disk and stay."""
         transfer = self._end(ticket)
         self._observe(transfer, transfer.received_bytes, now_s, ok=False)
+        self._resort_works &= transfer.relay != self._last_resort
         shard = self._shards.get(transfer.index)
         if shard is not None:
             pause_s = min(self.rules.retry_s_max, self.rules.retry_s * 2.0 ** min(shard.failures, 30))
@@ -164,6 +180,9 @@ class FetchPlan:
         transfer = self._end(ticket)
         if culprit is not None:
             self.banned[culprit] = f"sent a wrong shard {transfer.index}"
+            self._wrong[culprit] += 1
+            if culprit == self._pardoned:
+                self._pardoned, self._none_left_s = "", now_s
             self._observe(transfer, 0, now_s, ok=False)
         else:
             self.policy.release(transfer.relay)
@@ -172,16 +191,43 @@ class FetchPlan:
             shard.offset, shard.alone = 0, True
             self._ready.append(transfer.index)
 
+    def leave(self, relay: str, received: Callable[[int], int]) -> list[int]:
+        """`relay` is no source any more: its transfers count as ended, and say nothing about it. `received`: bytes of a
+        shard that are here. Returns their tickets: stop them."""
+        tickets = [ticket for ticket, transfer in self._transfers.items() if transfer.relay == relay]
+        for ticket in tickets:
+            transfer = self._end(ticket)
+            self.policy.release(relay)
+            shard = self._shards.get(transfer.index)
+            if shard is not None and not shard.tickets:
+                shard.offset = 0 if shard.alone else received(transfer.index)
+                self._ready.append(transfer.index)
+        return tickets
+
+    def under_way(self, *, whole: bool) -> tuple[float, int]:
+        """(when the oldest transfer that goes on began, bytes that all of them have brought); `whole`: where a transfer
+        shows no progress before it ends, as if all had come."""
+        began_s = min((transfer.started_s for transfer in self._transfers.values()), default=math.inf)
+        brought = (t.size_bytes if whole else t.received_bytes for t in self._transfers.values())
+        return began_s, sum(brought)
+
     # ------------------------------------------------------------------------------------------------ what to do
-    def next(self, now_s: float, rng: np.random.Generator, relays: Sequence[str]) -> Fetch | Wait | None:
-        """What to start now, given the relays that are known to be there. None: everything has arrived."""
+    def next(
+        self, now_s: float, rng: np.random.Generator, relays: Sequence[str], last_resort: str = ""
+    ) -> Fetch | Wait | None:
+        """What to start now, given the relays that are known to be there. `last_resort`: who is asked when all of them
+        have sent wrong shards. None: everything has arrived."""
         if not self._shards:
             return None
         if len(self._transfers) >= self.rules.connections:
             return Wait(math.inf)
-        usable = [relay for relay in relays if relay not in self.banned]
+        usable = [relay for relay in relays if relay not in self.banned] or self._when_all_lied(
+            now_s, relays, last_resort
+        )
         if not usable:
-            return Wait(math.inf)
+            return Wait(self._forgive_at_s if relays else math.inf)
+        if self._pardoned in usable and self._transfers:
+            return Wait(now_s + self.rules.hedge_check_s)
         for heap in (self._later, self._nowhere):
             while heap and (heap[0][0] <= now_s or (heap is self._nowhere and list(relays) != self._relays)):
                 self._ready.append(heapq.heappop(heap)[1])
@@ -195,6 +241,8 @@ class FetchPlan:
             if candidates:
                 return self._begin(index, self.policy.choose(rng, now_s, candidates, shard.size_bytes), now_s, False)
             heapq.heappush(self._nowhere, (min(shard.not_yet_until_s[relay] for relay in usable), index))
+        if self._pardoned:
+            return self._wait(now_s)
         return self._hedge(now_s, usable) or self._wait(now_s)
 
     def overdue(self, now_s: float, relays: Sequence[str]) -> list[int]:
@@ -209,7 +257,30 @@ class FetchPlan:
                 found.append(ticket)
         return found
 
+    @property
+    def all_lied(self) -> bool:
+        """Every relay has sent a wrong shard, and none has been forgiven so far."""
+        return self._none_left_s is not None and not self._pardoned
+
     # ---------------------------------------------------------------------------------------------------- inside
+    @property
+    def _forgive_at_s(self) -> float:
+        assert self._none_left_s is not None
+        return self._none_left_s + min(self.rules.forgive_s * 2.0 ** min(self._pardons, 30), self.rules.forgive_s_max)
+
+    def _when_all_lied(self, now_s: float, relays: Sequence[str], last_resort: str) -> list[str]:
+        """All relays are banned: the last resort, unless it lied as well, and in time the relay that lied least."""
+        if not relays:
+            return []
+        honest = [last_resort] if last_resort and last_resort not in self.banned else []
+        self._last_resort = last_resort
+        if self._none_left_s is None:
+            self._none_left_s = now_s
+        if not self._pardoned and now_s >= self._forgive_at_s and not (honest and self._resort_works):
+            self._pardoned = min(relays, key=lambda relay: (self._wrong[relay], relay))
+            self._pardons += 1
+        return [*honest, self._pardoned] if self._pardoned in relays else honest
+
     def _candidates(self, shard: _Shard, usable: Sequence[str], now_s: float) -> list[str]:
         have = [relay for relay in usable if shard.not_yet_until_s.get(relay, -math.inf) <= now_s]
         fresh = [relay for relay in have if relay not in shard.avoid]

@@ -50,8 +50,8 @@ class Hoard:
             entry = ShardEntry.decode(raw, self.header, verify)
             if self.expected.sha256(entry.index) is None:
                 fresh.append(entry.index)
+                self.entries.append(raw)  # once, though several sources tell of it: their number is what we ask with
             self.expected.add(entry)
-            self.entries.append(raw)
         return self._wanted(fresh)
 
     def finish(self, raw: bytes, verify: Verify, origin: str) -> list[Wanted]:

@@ -22,6 +22,7 @@ class Job:
     payloads: list[Hoard] = field(default_factory=list)
     received: dict[int, int] = field(default_factory=dict)  # by ticket: bytes so far; written by the transfers
     cut_off: set[int] = field(default_factory=set)  # tickets of transfers that are to end
+    told_that_all_lied: bool = False
     applied: set[str] = field(default_factory=set)  # increments, by the ids of their headers
 
     def offer(self, payload: Hoard, wanted: Iterable[Wanted]) -> None:
@@ -34,6 +35,11 @@ class Job:
     def find(self, key: int) -> tuple[Hoard, int]:
         """The payload and the index of a shard by its number in the plan."""
         return self.payloads[key // SHARDS_MAX], key % SHARDS_MAX
+
+    def bytes_here(self, key: int) -> int:
+        """Bytes of a shard, by its number in the plan, that are here."""
+        payload, index = self.find(key)
+        return payload.shelf.received(index)
 
     def knows(self, increment: Manifest) -> bool:
         return any(payload.header.id == increment.header.id for payload in self.payloads)

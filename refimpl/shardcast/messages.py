@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from refimpl.identity import Identity
 from refimpl.messages import Blob, Message, wire
 from refimpl.shardcast.manifest import Header
 
@@ -114,3 +115,47 @@ def complaint_bytes(complaint: Complaint) -> bytes:
     relay = complaint.relay.encode()
     words = f"{len(relay)}|{complaint.header_id}|{complaint.index}|{complaint.received_sha256.hex()}|{complaint.by}|"
     return words.encode() + relay
+
+
+def signed_complaint(identity: Identity, relay: str, header_id: str, index: int, found: bytes) -> Complaint:
+    """That `relay` gave a shard of this version with this hash."""
+    said = Complaint(relay, header_id, index, found, identity.public_key)
+    return replace(said, signature=identity.sign(complaint_bytes(said)))
+
+
+@wire
+@dataclass(frozen=True)
+class AskPosition(Message):
+    """Relay -> relay or origin: where do you hang, and how fast does data reach you?"""
+
+    epoch: int  # the newest that the asker knows: an origin that was started again goes on from there
+    below: bool  # the asker hangs below the one asked, or is about to
+
+
+@wire
+@dataclass(frozen=True)
+class TreePosition(Message):
+    """The answer; see `topology.Position`."""
+
+    name: str
+    path: tuple[str, ...]
+    rate_bytes_per_s: float  # `topology.ENDLESS`: the origin's own
+    free_slots: int
+    epoch: int
+    depth: int
+
+
+@wire
+@dataclass(frozen=True)
+class AskProbe(Message):
+    """Relay -> relay or origin: send me so many bytes, I want to know how long that takes."""
+
+    size_bytes: int
+
+
+@wire
+@dataclass(frozen=True)
+class Probe(Message):
+    """The bytes."""
+
+    blob: Blob

@@ -14,6 +14,7 @@ from typing import Any
 from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
+from refimpl.shardcast.branch import Root, TreeConfig
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.layout import SHARD_BYTES, Layout
 from refimpl.shardcast.manifest import (
@@ -65,15 +66,18 @@ class Origin:
         journal: Journal = silent,
         *,
         increments: int = 0,
+        tree: TreeConfig | None = None,
     ) -> None:
         self.world, self.run_id, self.identity, self.verify, self.journal = world, run_id, identity, verify, journal
         self.store, self.increments = store, increments
         self.server = ShardServer(world, config, store, journal)
+        self.root = Root(world, tree or TreeConfig(), self.server)
         self.previous: Ref | None = None
         self.complaints: dict[str, set[str]] = {}  # by relay: who complained
 
     def serve(self) -> None:
         self.server.serve()
+        self.root.branch.serve()
         self.world.serve({Complaint: self.complain})
 
     def restore(self, manifests: Iterable[Manifest]) -> None:

@@ -9,7 +9,6 @@ one that does not fit on the disk is left out. What was there before stays as it
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from functools import partial
 from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
 from refimpl.messages import Blob
+from refimpl.shardcast.arrivals import Arrivals
 from refimpl.shardcast.carry import CallCarrier, Carrier, NotYet, WrongSize
-from refimpl.shardcast.choice import ExpectedFinish, MovingAverage, RelayChoice
+from refimpl.shardcast.choice import POLICIES, best_rate
 from refimpl.shardcast.disk import ShardMismatch, StoreError
 from refimpl.shardcast.document import DeltaError, ManifestError
 from refimpl.shardcast.fetch import Fetch, FetchPlan, FetchRules
@@ -27,7 +27,7 @@ from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.job import Job
 from refimpl.shardcast.known import Known
 from refimpl.shardcast.manifest import Manifest, Stretch, Verify
-from refimpl.shardcast.messages import AskShard, Complaint, News, complaint_bytes
+from refimpl.shardcast.messages import AskShard, News, signed_complaint
 from refimpl.shardcast.route import Speeds
 from refimpl.shardcast.shelf import Store
 from refimpl.work import Hash, Spread
@@ -43,12 +43,6 @@ APPLY_AS_HASH = 5.0
 """What a byte costs that is read, decoded, written and hashed, in bytes hashed (measured, experiments/bench)."""
 APPLY_BYTES_PER_S = 300e6
 """Of the target, on one core: what a node reckons with before it begins."""
-
-POLICIES: dict[str, Callable[[], RelayChoice]] = {
-    "published": lambda: MovingAverage(failures="published"),
-    "moving-average": MovingAverage,
-    "expected-finish": ExpectedFinish,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +91,13 @@ class Puller:
         self.trouble = ""  # the last thing that kept a version from being taken
         self.no_room = False  # and it was this node's own disk
         self.asked = False  # a source has answered since this node began
+        self.sources = config.sources
+        self._followers = 0  # counts up whenever the sources change: who follows older ones ends
+        self._arrivals = Arrivals(0.0)  # of the present sources
         self._job: Job | None = None
         self._busy = False  # publishing, or applying increments
+        self._running = False
+        self._progress = (-1, 0, 0)
         self._wake, self._heard = world.signal(), world.signal()
 
     @property
@@ -111,10 +110,14 @@ class Puller:
         self.known.restore(manifest)
 
     def progress(self) -> tuple[int, int, int]:
-        """Changes whenever something comes: versions held, shards, bytes under way."""
+        """Changes whenever something comes: versions held, shards, and the most bytes that were under way since the
+        last of these came. Shards that come wrong for ever are no progress."""
         newest = self.hoard
-        here = len(newest.here) if newest is not None else 0
-        return self.known.have, here, sum(self._job.received.values()) if self._job is not None else 0
+        have, here = self.known.have, len(newest.here) if newest is not None else 0
+        under_way = sum(self._job.received.values()) if self._job is not None else 0
+        same = self._progress[:2] == (have, here)
+        self._progress = have, here, max(under_way, self._progress[2] if same else 0)
+        return self._progress
 
     def stop(self) -> None:
         self.stopped.set()
@@ -126,10 +129,34 @@ class Puller:
         heard, self._heard = self._heard, self.world.signal()
         heard.set()
 
+    def use(self, sources: tuple[str, ...]) -> None:
+        """Fetch from these from now on. Transfers from others are given up, and go on from where they were."""
+        gone, self.sources = set(self.sources) - set(sources), sources
+        self._arrivals = Arrivals(self.world.now())
+        if self._job is not None:
+            for relay in sorted(gone):
+                self._job.cut_off.update(self._job.plan.leave(relay, self._job.bytes_here))
+        self._followers += 1
+        if self._running:
+            self._send_followers()
+        self._poke()
+
+    def distrusts(self, source: str) -> bool:
+        """It has sent a wrong shard of the version that is under way."""
+        return self._job is not None and source in self._job.plan.banned
+
+    def throughput(self) -> tuple[float, float] | None:
+        """(bytes, seconds): since the oldest transfer that is under way began, or the last shard came, at most so many
+        bytes have come. None: nothing has been wanted for long enough to say."""
+        job = self._job
+        if job is None or not job.plan.left:
+            return None
+        began_s, coming = job.plan.under_way(whole=self.config.piece_bytes is None)
+        return self._arrivals.throughput(began_s, coming, self.world.now())
+
     async def run(self) -> None:
-        first = int(self.world.rng.integers(len(self.config.sources)))
-        for turn in range(min(ASKED_AT_ONCE, len(self.config.sources))):
-            self.world.spawn(self._follow(first + turn), "news")
+        self._running = True
+        self._send_followers()
         while not self.stopped.is_set():
             wake = self._wake
             wait_s = self._start_fetches()
@@ -140,10 +167,15 @@ class Puller:
         wake.set()
 
     # -------------------------------------------------------------------------------------------------------- news
-    async def _follow(self, turn: int) -> None:
-        """Ask one source after another what is new, for as long as this node lives."""
-        while not self.stopped.is_set():
-            source = self.config.sources[turn % len(self.config.sources)]
+    def _send_followers(self) -> None:
+        first = int(self.world.rng.integers(len(self.sources)))
+        for turn in range(min(ASKED_AT_ONCE, len(self.sources))):
+            self.world.spawn(self._follow(first + turn, self._followers), "news")
+
+    async def _follow(self, turn: int, followers: int) -> None:
+        """Ask one source after another what is new, for as long as this node lives and its sources stay the same."""
+        while not self.stopped.is_set() and followers == self._followers:
+            source = self.sources[turn % len(self.sources)]
             try:
                 question = self.known.question(self.config.news_patience_s if self.asked else 0.0)
                 news = await self.world.call(source, question, self.config.news_timeout_s)
@@ -176,6 +208,8 @@ class Puller:
                 self.journal("resumed", version=newest.header.version)
             self.on_open(newest)
         elif self._job is not None and self._job.base is None and self._job.target is newest and fresh:
+            if not self._job.plan.left:
+                self._arrivals.wanted(self.world.now())
             self._job.offer(newest, fresh)
         self.on_change(newest)
         self._choose_job()
@@ -217,6 +251,7 @@ class Puller:
             self._job.offer(newest, newest.missing())
 
     def _new_plan(self) -> FetchPlan:
+        self._arrivals.wanted(self.world.now())
         return FetchPlan(self.policy, FetchRules(connections=self.config.connections, stall_s=self.config.stall_s))
 
     def _add_increments(self, job: Job) -> None:
@@ -237,9 +272,7 @@ class Puller:
 
     def _speeds(self) -> Speeds:
         """What the best relay has delivered so far, by the policy's estimate."""
-        size = 1 << 20
-        seconds = min(self.policy.expected_s(relay, self.world.now(), size) for relay in self.config.sources)
-        rate = size / seconds if 0 < seconds < math.inf else 20e6
+        rate = best_rate(self.policy, self.sources, self.world.now())
         return Speeds(download_bytes_per_s=rate, apply_bytes_per_s=APPLY_BYTES_PER_S * self.store.workers)
 
     # ------------------------------------------------------------------------------------------------------- shards
@@ -253,9 +286,13 @@ class Puller:
             if job.plan.knows(ticket):
                 job.plan.progress(ticket, received, now_s)
         if self.config.piece_bytes is not None:  # else a transfer shows no progress before it ends
-            job.cut_off.update(job.plan.overdue(now_s, self.config.sources))
+            job.cut_off.update(job.plan.overdue(now_s, self.sources))
         while True:
-            step = job.plan.next(self.world.now(), self.world.rng, self.config.sources)
+            step = job.plan.next(self.world.now(), self.world.rng, self.sources, self.config.origin)
+            if job.plan.all_lied and not job.told_that_all_lied:
+                job.told_that_all_lied = True
+                self.trouble = f"each of {len(self.sources)} sources has sent a wrong shard"
+                self.journal("all_lied", version=job.target.header.version)
             if step is None:
                 return math.inf
             if not isinstance(step, Fetch):
@@ -287,21 +324,24 @@ class Puller:
                 await self.carrier.fetch(fetch.relay, ask, take)
             self._took(job, fetch)
         except NotYet:
-            plan.not_yet(fetch.ticket, self.world.now())
+            if plan.knows(fetch.ticket):
+                plan.not_yet(fetch.ticket, self.world.now())
         except ShardMismatch as error:
             culprit = error.culprit
             plan.corrupt(fetch.ticket, self.world.now(), culprit)
             self.journal("wrong_shard", relay=culprit or "", index=index, reason=str(error))
-            if culprit in self.config.sources:
+            if culprit in self.sources:
                 await self._complain(hoard, culprit, index, error.found)
         except WrongSize as error:
-            hoard.shelf.reset(index)
-            plan.corrupt(fetch.ticket, self.world.now(), fetch.relay)
+            if plan.knows(fetch.ticket):
+                hoard.shelf.reset(index)
+                plan.corrupt(fetch.ticket, self.world.now(), fetch.relay)
             self.journal("wrong_shard", relay=fetch.relay, index=index, reason=str(error))
             await self._complain(hoard, fetch.relay, index, b"")
         except (CallError, StoreError) as error:
             self.trouble = str(error)
-            plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=hoard.shelf.received(index))
+            if plan.knows(fetch.ticket):
+                plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=hoard.shelf.received(index))
         finally:
             job.received.pop(fetch.ticket, None)
             job.cut_off.discard(fetch.ticket)
@@ -311,22 +351,24 @@ class Puller:
         """A transfer has ended without an error: the shard is complete, or nobody wanted it any more."""
         (hoard, index), plan = job.find(fetch.index), job.plan
         received, size = hoard.shelf.received(index), hoard.header.layout.shard_size(index)
+        if not plan.knows(fetch.ticket):
+            return  # its relay is no source any more
         if fetch.ticket in job.cut_off:
             plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=received)
         elif index in hoard.here or job is not self._job or received < size:
-            plan.stopped(fetch.ticket)
+            plan.stopped(fetch.ticket, offset=received)
         else:
             hoard.check(index)
             self.journal("shard", version_id=hoard.header.id[:16], index=index, relay=fetch.relay)
             plan.arrived(fetch.ticket, self.world.now())
+            self._arrivals.came(size, self.world.now())
             self.on_change(hoard)
             self._see_what_came()
 
     async def _complain(self, hoard: Hoard, relay: str, index: int, found: bytes) -> None:
         """Say it to the origin, signed; where that is not known, to the other sources, which pass it on."""
-        said = Complaint(relay, hoard.header.id, index, found, self.identity.public_key)
-        complaint = dataclasses.replace(said, signature=self.identity.sign(complaint_bytes(said)))
-        others = [source for source in self.config.sources if source != relay]
+        complaint = signed_complaint(self.identity, relay, hoard.header.id, index, found)
+        others = [source for source in self.sources if source != relay]
         for whom in [self.config.origin] if self.config.origin else others[:COMPLAIN_TO]:
             with contextlib.suppress(CallError):
                 await self.world.call(whom, complaint, self.config.news_timeout_s)

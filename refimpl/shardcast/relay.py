@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
+from refimpl.shardcast.branch import Reparenting, TreeConfig
 from refimpl.shardcast.carry import Carrier
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.manifest import Manifest, Verify
@@ -18,7 +19,8 @@ from refimpl.world import World
 
 
 class Relay:
-    """`serve()`, then `run()` until `stop()`. Trees of any depth: a relay's sources may be relays."""
+    """`serve()`, then `run()` until `stop()`. Trees of any depth: a relay's sources may be relays. With a `tree`, its
+    first source is its first parent, and it moves when another is better (`branch.py`)."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Relay:
         *,
         identity: Identity | None = None,
         carrier: Carrier | None = None,
+        tree: TreeConfig | None = None,
     ) -> None:
         self.world, self.journal, self.store = world, journal, store
         self.server = ShardServer(world, serving, store, journal, spoil)
@@ -47,9 +50,12 @@ class Relay:
             on_complete=self._complete,
             journal=journal,
         )
+        self.reparenting = Reparenting(world, tree, self.puller, self.server, journal) if tree else None
 
     def serve(self) -> None:
         self.server.serve()
+        if self.reparenting is not None:
+            self.reparenting.branch.serve()
         self.world.serve({Announced: self.announced, Complaint: self.complain})
 
     def restore(self, manifests: Iterable[Manifest]) -> None:
@@ -63,6 +69,8 @@ class Relay:
         self.puller.stop()
 
     async def run(self) -> None:
+        if self.reparenting is not None:
+            self.world.spawn(self.reparenting.run(), "reparenting")
         await self.puller.run()
 
     async def announced(self, source: str, message: Announced) -> Message:
@@ -72,7 +80,7 @@ class Relay:
     async def complain(self, source: str, message: Complaint) -> Message:
         """Passed on towards the origin, which alone judges it."""
         config = self.puller.config
-        await self.world.call(config.origin or config.sources[0], message, config.news_timeout_s)
+        await self.world.call(config.origin or self.puller.sources[0], message, config.news_timeout_s)
         return Ok()
 
     def _open(self, hoard: Hoard) -> None:

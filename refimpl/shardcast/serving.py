@@ -42,7 +42,8 @@ class ServingConfig:
 
 
 class ShardServer:
-    """Holds the newest versions and serves them. `changed()` after anything came."""
+    """Holds the newest versions and serves them. `changed()` after anything came. Where the network can tell,
+    `address_of_caller` says whence the call that is being answered came."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class ShardServer:
         self.holders = Holders()
         self.leases = Leases(config.leases)
         self.on_change: Callable[[], None] = lambda: None  # who else wants to know
+        self.address_of_caller: Callable[[], str] = lambda: ""
         self._by_id: dict[str, Hoard] = {}
         self._news = world.signal()
         self._awaited: dict[tuple[str, int], Signal] = {}  # shards that somebody was told to wait for
@@ -194,19 +196,19 @@ class ShardServer:
         return hoard
 
     @contextlib.contextmanager
-    def transfer(self, source: str) -> Iterator[None]:
-        """One transfer to `source`. Raises Refused when it has too many."""
-        refusal = self._serving.open(source, self.world.now())
+    def transfer(self, source: str, address: str = "") -> Iterator[None]:
+        """One transfer to `source`. Raises Refused when it, or its address, has too many."""
+        refusal = self._serving.open(source, self.world.now(), address)
         if refusal is not None:
             raise Refused(refusal)
         try:
             yield
         finally:
-            self._serving.close(source, self.world.now())
+            self._serving.close(source, self.world.now(), address)
 
-    async def pay(self, source: str, size_bytes: int) -> None:
+    async def pay(self, source: str, size_bytes: int, address: str = "") -> None:
         """Wait until `source` may have so many bytes."""
-        wait_s = self._serving.take(source, size_bytes, self.world.now())
+        wait_s = self._serving.take(source, size_bytes, self.world.now(), address)
         if wait_s > 0:
             await self.world.sleep(wait_s)
 
@@ -215,14 +217,15 @@ class ShardServer:
         return self._serving.drips(sent_bytes, elapsed_s)
 
     async def give(self, source: str, message: AskShard) -> Message:
+        address = self.address_of_caller()
         hoard = await self.find(source, message.header_id, message.index)
         if hoard is None:
             return Piece(False, Blob(0, "") if self.config.virtual else NOTHING)
         left = hoard.header.layout.shard_size(message.index) - message.offset
         if message.offset < 0 or not 0 < message.size <= left:
             raise Refused(f"bytes {message.offset}+{message.size} lie outside shard {message.index}")
-        with self.transfer(source):
-            await self.pay(source, message.size)
+        with self.transfer(source, address):
+            await self.pay(source, message.size, address)
             try:
                 blob = hoard.shelf.read(message.index, message.offset, message.size)
             except StoreError as error:

@@ -164,10 +164,25 @@ class MemoryShelf:
     def __init__(self, header: Header, content: ReadShard | None = None, need_room: NeedRoom = endless) -> None:
         self.header, self._layout, self._content, self._need_room = header, header.layout, content, need_room
         self.resumed = False
+        self.manifest: Manifest | None = None  # once it is published
         self.blobs: dict[int, Blob] = {}
         self._partial: dict[int, bytearray] = {}
         self._verified: dict[int, bytes] = {}
         self._sources: dict[int, set[str]] = {}
+
+    @property
+    def is_own(self) -> bool:
+        """It was begun from content of our own, to be cut."""
+        return self._content is not None
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Something of it is here."""
+        return bool(self.blobs or self._partial)
+
+    def taken_up(self, need_room: NeedRoom) -> None:
+        """Another process goes on with it."""
+        self._need_room, self.resumed = need_room, self.manifest is None and self.holds_bytes
 
     def has(self, index: int) -> bool:
         return index in self._verified
@@ -232,6 +247,7 @@ class MemoryShelf:
         for index, sha256 in enumerate(manifest.shards_sha256):
             if self._verified.get(index) != sha256:
                 raise StoreError(f"shard {index} of version {manifest.version} is not there yet")
+        self.manifest = manifest
 
     def abandon(self) -> None:
         for index in [*self.blobs, *self._partial]:
@@ -246,7 +262,8 @@ class MemoryShelf:
 
 
 class MemoryStore:
-    """A store that lives as long as its node. Increments are virtual: their sizes are said beforehand."""
+    """A store that lives as long as this object: it may outlive its node, as a disk does (`reopen`, `found`).
+    Increments are virtual: their sizes are said beforehand."""
 
     def __init__(
         self, increment_share: float | None = None, need_room: NeedRoom = endless, *, workers: int = 1
@@ -257,9 +274,29 @@ class MemoryStore:
         self._shelves: dict[str, MemoryShelf] = {}  # by header id
         self._version = -1
 
+    @property
+    def next_version(self) -> int:
+        """The number that the next version will bear."""
+        return self._version + 1
+
     def claim_version(self) -> int:
         self._version += 1
         return self._version
+
+    def reopen(self, need_room: NeedRoom) -> None:
+        """A process takes it up, perhaps after another that died. What a dead origin had not cut to the end is of no
+        use; what was being fetched is."""
+        self._need_room = need_room
+        for header_id, shelf in list(self._shelves.items()):
+            if shelf.manifest is None and shelf.is_own:
+                del self._shelves[header_id]
+            else:
+                shelf.taken_up(need_room)
+
+    def found(self) -> list[Manifest]:
+        """What is here whole, oldest first."""
+        manifests = [shelf.manifest for shelf in self._shelves.values() if shelf.manifest is not None]
+        return sorted(manifests, key=lambda manifest: (manifest.version, manifest.header.is_increment))
 
     def begin(self, header: Header) -> MemoryShelf:
         if header.id not in self._shelves:

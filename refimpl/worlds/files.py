@@ -64,17 +64,28 @@ class Offer:
 
 TakeView = Callable[[memoryview], bool]
 """Keeps the next piece (it is only lent). False: no more is wanted."""
-Lookup = Callable[[str, str], Awaitable[Offer]]
-"""`await lookup(client's name, NAME)`. Raises Missing, or Refused for a client that takes too much."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who asks: by its own word, and by the socket's."""
+
+    name: str
+    address: str
+
+
+Lookup = Callable[[Reader, str], Awaitable[Offer]]
+"""`await lookup(client, NAME)`. Raises Missing, or Refused for a client that takes too much."""
 
 
 def serve_files(world: HttpWorld, prefix: str, lookup: Lookup) -> None:
     """Answer GET (and HEAD) below `prefix` from now on. Call before `world.start`."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        source = request.headers.get(SOURCE_HEADER, "")[:NAME_LENGTH_MAX] or (request.remote or "?")
+        address = request.remote or "?"
+        reader = Reader(request.headers.get(SOURCE_HEADER, "")[:NAME_LENGTH_MAX] or address, address)
         try:
-            offer = await lookup(source, request.match_info["name"])
+            offer = await lookup(reader, request.match_info["name"])
             first, size, ranged = _asked_range(request.headers.get("Range"), offer.size_bytes)
             with offer.transfer():
                 await offer.pay(size)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import aiohttp
@@ -27,6 +28,10 @@ SOURCE_HEADER = "X-Armillary-Source"
 REASON_BYTES_MAX = 2000
 NAME_LENGTH_MAX = 200
 UNREACHABLE_STATUS = 502
+CATCH_UP_S = 0.1
+"""A piece is reserved against the instant at which the one before should have passed, if that is no longer ago than
+this: timers that fire late cost a line nothing of its rate."""
+_CALLER: ContextVar[str] = ContextVar("address of the caller", default="")
 READ_IDLE_S = 60.0
 """A peer that has begun a frame and sends nothing for so long is given up."""
 
@@ -122,6 +127,11 @@ class HttpWorld(AsyncioNode):
             raise Unreachable(f"{target!r} was lost: {type(error).__name__}") from error
 
     # ------------------------------------------------------------------------------------------------- the callee
+    @staticmethod
+    def address_of_caller() -> str:
+        """Whence the call came that the present task answers, as the socket says; its name is its own word."""
+        return _CALLER.get()
+
     async def _serve_call(self, request: web.Request) -> web.StreamResponse:
         source = request.headers.get(SOURCE_HEADER, "")
         if not 0 < len(source) <= NAME_LENGTH_MAX:
@@ -133,6 +143,7 @@ class HttpWorld(AsyncioNode):
             message = decode(frame, bytes_max=self._frame_bytes_max)
         except BadMessage as error:
             return web.Response(status=400, text=str(error)[:REASON_BYTES_MAX])
+        _CALLER.set(request.remote or "")
         # its own task, so that a caller that hangs up does not stop the handler
         serving = self.start_task(self.answer(source, message))
         serving.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -154,10 +165,11 @@ class HttpWorld(AsyncioNode):
     async def _paced(self, parts: list[Any]) -> AsyncIterator[bytes]:
         """The bytes of `parts` as this node's uplink lets them go, the first one latency late."""
         delay_s = self.line.latency_ms / 1000
-        view = memoryview(b"".join(parts))
+        view, passed_s = memoryview(b"".join(parts)), self.elapsed_s()
         for at in range(0, len(view), PACE_BYTES):
             piece = view[at : at + PACE_BYTES]
-            await self.sleep_until(self.uplink.reserve(len(piece), self.elapsed_s()) + (delay_s if at == 0 else 0.0))
+            passed_s = self.uplink.reserve(len(piece), max(passed_s, self.elapsed_s() - CATCH_UP_S))
+            await self.sleep_until(passed_s + (delay_s if at == 0 else 0.0))
             yield bytes(piece)
 
     async def _read_frame(self, stream: aiohttp.StreamReader) -> bytes:
@@ -167,14 +179,15 @@ class HttpWorld(AsyncioNode):
         try:
             async with asyncio.timeout(READ_IDLE_S):
                 frame = bytearray(await stream.readexactly(PREFIX.size))
-            total = frame_length(frame, bytes_max=self._frame_bytes_max)
+            total, passed_s = frame_length(frame, bytes_max=self._frame_bytes_max), self.elapsed_s()
             while len(frame) < total:
                 async with asyncio.timeout(READ_IDLE_S):
                     piece = await stream.read(min(PACE_BYTES if self.paced else 1 << 20, total - len(frame)))
                 if not piece:
                     raise BadMessage(f"frame ends after {len(frame)} of {total} bytes")
                 frame += piece
-                await self.sleep_until(self.downlink.reserve(len(piece), self.elapsed_s()))
+                passed_s = self.downlink.reserve(len(piece), max(passed_s, self.elapsed_s() - CATCH_UP_S))
+                await self.sleep_until(passed_s)
             async with asyncio.timeout(READ_IDLE_S):
                 if await stream.read(1):
                     raise BadMessage(f"bytes follow a frame of {total} bytes")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from refimpl.identity import Identity, verify
 from refimpl.messages import Message
+from refimpl.shardcast.branch import TreeConfig
 from refimpl.shardcast.carry import PIECE_BYTES
 from refimpl.shardcast.cli.downloads import DownloadCarrier, serve_downloads
 from refimpl.shardcast.cli.keys import load_key, load_or_make_key, read_public_key
@@ -57,14 +58,12 @@ def _found(store: DiskStore, key: str, notes: Notes) -> list[Manifest]:
 
 def _serving(options: argparse.Namespace) -> ServingConfig:
     rate = options.client_mb_s * 1e6
-    limits = ServingLimits(bytes_per_s=rate, burst_bytes=2 * rate)
+    limits = ServingLimits(bytes_per_s=rate, burst_bytes=2 * rate, clients_per_address=options.clients_per_address)
     return ServingConfig(keep=options.keep, limits=limits, hold_s=1.0)
 
 
 def _pulling(options: argparse.Namespace) -> PullerConfig:
-    for source in options.sources:
-        if not source.startswith(("http://", "https://")):
-            raise ValueError(f"source {source!r} is no http://HOST:PORT")
+    _require_urls("source", options.sources)
     polls = options.poll_s is not None
     return PullerConfig(
         sources=tuple(source.rstrip("/") for source in options.sources),
@@ -79,6 +78,21 @@ def _pulling(options: argparse.Namespace) -> PullerConfig:
         news_interval_s=options.poll_s if polls else 0.05,
         retry_s=1.0,
     )
+
+
+def _tree(options: argparse.Namespace) -> TreeConfig | None:
+    """A relay without neighbours stays where it was put."""
+    if not options.neighbour:
+        return None
+    _require_urls("neighbour", options.neighbour)
+    neighbours = tuple(url.rstrip("/") for url in (*options.sources[1:], *options.neighbour))
+    return TreeConfig(neighbours=neighbours, every_s=options.look_s, timeout_s=options.look_s, slots=options.slots)
+
+
+def _require_urls(what: str, urls: list[str]) -> None:
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{what} {url!r} is no http://HOST:PORT")
 
 
 def serve_package(world: HttpWorld, server: ShardServer, store: DiskStore, options: argparse.Namespace) -> None:
@@ -109,6 +123,7 @@ def run_origin(options: argparse.Namespace) -> int:
         origin.restore(found)
         origin.serve()
         world.serve({PublishOrder: order})
+        origin.server.address_of_caller = world.address_of_caller
         serve_downloads(world, origin.server)
         serve_package(world, origin.server, store, options)
         made.append(origin)
@@ -185,10 +200,11 @@ def run_relay(options: argparse.Namespace) -> int:
     def prepare(world: HttpWorld) -> None:
         relay = Relay(
             world, config, _serving(options), store, verify, notes,
-            identity=Identity.generate(), carrier=DownloadCarrier(receiver),
+            identity=Identity.generate(), carrier=DownloadCarrier(receiver), tree=_tree(options),
         )  # fmt: skip
         relay.restore(found)
         relay.serve()
+        relay.server.address_of_caller = world.address_of_caller
         serve_downloads(world, relay.server)
         serve_package(world, relay.server, store, options)
         made.append(relay)

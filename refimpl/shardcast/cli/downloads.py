@@ -13,7 +13,7 @@ from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.messages import AskShard
 from refimpl.shardcast.serving import ShardServer
 from refimpl.world import Refused
-from refimpl.worlds.files import NOT_YET, FileReceiver, Missing, Offer, Opened, WrongLength, serve_files
+from refimpl.worlds.files import NOT_YET, FileReceiver, Missing, Offer, Opened, Reader, WrongLength, serve_files
 from refimpl.worlds.http import HttpWorld
 
 PREFIX = "/shard"
@@ -23,13 +23,13 @@ _NAME = re.compile(r"([0-9a-f]{64})/(0|[1-9][0-9]{0,5})")
 def serve_downloads(world: HttpWorld, server: ShardServer) -> None:
     """Offer the server's shards for download. Call before the world listens."""
 
-    async def lookup(source: str, name: str) -> Offer:
+    async def lookup(reader: Reader, name: str) -> Offer:
         match = _NAME.fullmatch(name)
         if match is None:
             raise Missing(404, "a shard is named by its version's id and its index")
         index = int(match[2])
         try:
-            hoard = await server.find(source, match[1], index)
+            hoard = await server.find(reader.name, match[1], index)
         except Refused as error:
             raise Missing(410, error.reason) from error
         if hoard is None:
@@ -37,8 +37,8 @@ def serve_downloads(world: HttpWorld, server: ShardServer) -> None:
         return Offer(
             size_bytes=hoard.header.layout.shard_size(index),
             open=partial(open_shard, hoard, index),
-            transfer=lambda: server.transfer(source),
-            pay=lambda size: server.pay(source, size),
+            transfer=lambda: server.transfer(reader.name, reader.address),
+            pay=lambda size: server.pay(reader.name, size, reader.address),
             drips=server.drips,
         )
 

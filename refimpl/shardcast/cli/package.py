@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from refimpl.shardcast.layout import SHARD_BYTES_MAX
 from refimpl.shardcast.serving import ShardServer
 from refimpl.work import Hash
 from refimpl.world import CallError, World
-from refimpl.worlds.files import FileReceiver, Missing, Offer, Opened, WrongLength, serve_files
+from refimpl.worlds.files import FileReceiver, Missing, Offer, Opened, Reader, WrongLength, serve_files
 from refimpl.worlds.http import HttpWorld
 
 PROBE_BYTES = 1 << 16
@@ -91,11 +92,11 @@ class PackageServer:
         hidden.write_bytes(render_distribution(self._listed))
         os.replace(hidden, self._folder / DISTRIBUTION_NAME)
 
-    async def _lookup(self, source: str, name: str) -> Offer:
+    async def _lookup(self, reader: Reader, name: str) -> Offer:
         if name in (DISTRIBUTION_NAME, PROBE_NAME):
             path = self._folder / name
             size = path.stat().st_size
-            return self._offer(source, size, lambda offset, count: [(open(path, "rb"), offset, count)])
+            return self._offer(reader, size, lambda offset, count: [(open(path, "rb"), offset, count)])
         found = parse_shard_path(name)
         if found is None:
             raise Missing(404, "there is no such name")
@@ -104,13 +105,16 @@ class PackageServer:
         if version not in self._listed or hoard is None or index >= hoard.header.layout.shard_count:
             raise Missing(404, "there is no such shard")
         size = hoard.header.layout.shard_size(index)
-        return self._offer(source, size, partial(open_shard, hoard, index))
+        return self._offer(reader, size, partial(open_shard, hoard, index))
 
-    def _offer(self, source: str, size: int, opened: Callable[[int, int], Sequence[Opened]]) -> Offer:
+    def _offer(self, reader: Reader, size: int, opened: Callable[[int, int], Sequence[Opened]]) -> Offer:
         def pay(count: int) -> Awaitable[None]:
-            return self._server.pay(source, count)
+            return self._server.pay(reader.name, count, reader.address)
 
-        return Offer(size, opened, lambda: self._server.transfer(source), pay, self._server.drips)
+        def transfer() -> AbstractContextManager[None]:
+            return self._server.transfer(reader.name, reader.address)
+
+        return Offer(size, opened, transfer, pay, self._server.drips)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class Notes:
                 return f"version {said['version']} was overtaken and is given up"
             case "not_taken":
                 return f"version {said['version']}: {said['reason']}"
+            case "moved":
+                return f"below {said['parent']} from now on, no longer below {said['before']}"
             case "problem":
                 return f"{said['path']}: {said['reason']}"
         return ""
