@@ -224,7 +224,7 @@ TREE_FAULTS: dict[str, list[dict[str, Any]]] = {
     ],
     "one hub dies": [{"kind": "crash", "nodes": ["hub1"], "start_s": TREE_FAULT_S}],
 }
-TREE_CLIENTS, TREE_PATIENCE_S = 12, 600.0
+TREE_CLIENTS, TREE_PATIENCE_S = 12, 300.0
 
 
 def tree() -> tuple[str, Any]:
