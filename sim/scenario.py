@@ -28,6 +28,7 @@ from sim.model_sizes import MODEL_SIZES, known_tables, size_of_checkpoint
 from sim.refusals import explain
 from sim.regions import Regions, UnknownRegion, region_set
 from sim.roofline import forward_memory
+from sim.training_part import TrainingPart
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 CALIBRATED = "calibrated"
@@ -204,7 +205,7 @@ class Kind:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (*self.once, *self.more, self.busy)
+        return tuple(dict.fromkeys((*self.once, *self.more, self.busy)))
 
 
 KINDS: dict[str, Kind] = {
@@ -231,6 +232,13 @@ KINDS: dict[str, Kind] = {
         cheats=("stage",),
         behaviours=RING_BEHAVIOURS,
         figures=("share_of_bound_least", "guilty_blamed", "innocent_blamed"),
+    ),
+    "training": Kind(
+        once=("trainer", "validator"),
+        more=("relay", "worker"),
+        busy="trainer",
+        cheats=("worker",),
+        figures=("step_min", "train_min", "broadcast_min", "batch_min", "trainer_wait_min"),
     ),
 }
 """Kinds of runs; `sim/kinds/NAME.py` runs one. A scenario is of the kind whose part it has (`[broadcast]`), or of the
@@ -270,6 +278,7 @@ class Scenario(Strict):
     model: ModelPart | None = None
     broadcast: BroadcastPart | None = None
     pipeline: PipelinePart | None = None
+    training: TrainingPart | None = None
     task: TaskPart = TaskPart()
     verifier: VerifierPart = VerifierPart()
     ledger: LedgerPart = LedgerPart()

@@ -15,7 +15,7 @@ import numpy as np
 from simpy.events import PENDING, Event
 
 from refimpl.messages import BadMessage, Message, carries_bulk, size_bytes
-from refimpl.work import Work
+from refimpl.work import Hash, Spread, Work
 from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, Timeout, Unreachable, derive_rng
 from sim.kernel import NEVER_NS, SECOND_NS, Instant, Kernel, Task, happen, steps, to_ns, wait
 
@@ -250,6 +250,7 @@ class SimWorld:
         self.calls: dict[Call, None] = {}  # those that it waits for, in the order begun
         self.device_free_ns = 0  # when the device will have done all that it was asked
         self._device_ns = 0  # all that it was asked
+        self.host_free_ns = 0  # the same of its processor, which hashes while the device computes
 
     @property
     def rng(self) -> np.random.Generator:
@@ -422,7 +423,8 @@ class SimWorld:
         return SimSignal(self)
 
     async def compute(self, work: Work | Callable[[T], Work], fn: Callable[[], T]) -> T:
-        """`fn` runs at once; its result is there when the device would have had it, after what was asked before."""
+        """`fn` runs at once; its result is there when the device would have had it, after what was asked before.
+        Hashing is the processor's work: it waits for other hashing only."""
         now_ns = self.fabric.kernel._now
         try:
             result, error = fn(), None
@@ -431,13 +433,17 @@ class SimWorld:
                 raise
             result, error = cast(T, None), raised
         done = work(result) if callable(work) else work
-        start_ns = max(now_ns, self.device_free_ns)
+        hashing = isinstance(done, Hash | Spread)
+        start_ns = max(now_ns, self.host_free_ns if hashing else self.device_free_ns)
         end_ns = start_ns + to_ns(self.price(done) * self.slowness)
-        self.device_free_ns, self._device_ns = end_ns, self._device_ns + end_ns - start_ns
+        if hashing:
+            self.host_free_ns = end_ns
+        else:
+            self.device_free_ns, self._device_ns = end_ns, self._device_ns + end_ns - start_ns
         self.fabric.record("compute", self.name, work=type(done).__name__, start_ns=start_ns, end_ns=end_ns)
         if (watch := self.fabric.watch) is not None:
             watch.computed(self, type(done).__name__, start_ns, end_ns)
-        await self._sleep_ns(self.device_free_ns - now_ns)
+        await self._sleep_ns(end_ns - now_ns)
         if error is not None:
             raise error
         return result

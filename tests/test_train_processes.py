@@ -25,6 +25,15 @@ def test_the_reward_of_a_shortened_run_rises_and_all_promises_are_kept(tmp_path:
     assert (folder / "reward.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
+def test_a_trainer_of_two_processes_keeps_all_promises(tmp_path: Path) -> None:
+    """Sharded over both of them, in a whole run; evaluated too."""
+    small = ["--steps", "3", "--problems", "2", "--group", "4", "--units", "2"]
+    assert main([*small, "--processes", "2", "--runs", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "train-0" / "summary.json").read_text())
+    assert summary["versions"] == 3 and summary["broken_promises"] == []
+
+
 def test_a_wrong_setting_is_refused_before_anything_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from refimpl.calls import Patience
 from refimpl.tasks.problem import Problem
 from refimpl.tasks.scorer import score
 from refimpl.tasks.table import find_task
+from refimpl.training.outfit import RealOutfit
 from refimpl.training.plan import TrainPlan
 from refimpl.training.seats import Seat, Tempo, nodes_of, role_of, take_seat
 from refimpl.work import Hash
@@ -75,7 +76,7 @@ class TrainingRun:
 
         seat = Seat(
             world=world, plan=self.plan, folder=self.folder / own, stop=self.stop, journal=note, tempo=QUICK,
-            score=scores, found=self.roles,
+            outfit=RealOutfit(score=scores), found=self.roles,
         )  # fmt: skip
         world.spawn(take_seat(seat), "seat")
 

@@ -61,10 +61,8 @@ class TrainSample:
 
 def answer_length(tokens: Sequence[int] | npt.NDArray[np.integer], end_ids: Collection[int]) -> int:
     """Tokens up to and including the first end token; all of them where there is none (the answer was cut)."""
-    for index, token in enumerate(tokens):
-        if int(token) in end_ids:
-            return index + 1
-    return len(tokens)
+    ends = np.flatnonzero(np.isin(np.asarray(tokens), list(end_ids)))
+    return int(ends[0]) + 1 if len(ends) else len(tokens)
 
 
 def cut(samples: Sequence[TrainSample], capacity: int) -> tuple[list[TrainSample], int]:

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from refimpl.grpo.logprob import Keep, head_logprobs
 from refimpl.grpo.loss import METRICS, BatchTotals, LossConfig, grpo_loss, metric_means
@@ -91,10 +93,14 @@ class StepReport:
 
 
 class Learner:
-    """The policy, its optimizer, and how many steps it has taken."""
+    """The policy, its optimizer, and how many steps it has taken.
 
-    def __init__(self, policy: Policy, config: StepConfig) -> None:
-        self.policy, self.config = policy, config
+    Over several processes the policy is sharded (FSDP), each of them calls the same methods with the same samples, and
+    does its part of each micro-batch: `rank` of `ranks`, in torch's default process group.
+    """
+
+    def __init__(self, policy: Policy, config: StepConfig, *, rank: int = 0, ranks: int = 1) -> None:
+        self.policy, self.config, self.rank, self.ranks = policy, config, rank, ranks
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         if not self.parameters:
             raise ValueError("the policy has no parameter that takes a gradient")
@@ -118,6 +124,10 @@ class Learner:
         for batch in self.micro_batches(samples):
             found |= batch.unlay(self.policy(batch, self.config.temperature, keep)[0])
         self.policy.train(training)
+        if self.ranks > 1:
+            parts: list[dict[int, FloatArray]] = [{}] * self.ranks
+            dist.all_gather_object(parts, found)
+            found = {index: row for part in parts for index, row in part.items()}
         return [found[index] for index in range(len(samples))]
 
     # -- training --
@@ -138,7 +148,9 @@ class Learner:
         totals = BatchTotals(tokens=0, sequences=0, cells=0)
         for batch in batches:
             totals = totals + batch.totals()
-        denominator = totals.denominator(config.loss.normaliser, config.new_tokens_max)
+        totals = self._of_all(totals)
+        # gradients are averaged over ranks, and are to be added
+        denominator = totals.denominator(config.loss.normaliser, config.new_tokens_max) / self.ranks
         sums_K = torch.zeros(len(METRICS), dtype=torch.float64, device=batches[0].token_BT.device)
         loss = ratio_max = 0.0
         self.optimizer.zero_grad(set_to_none=True)
@@ -147,7 +159,10 @@ class Learner:
             sums_K += result[1]
             loss += float(result[0])
             ratio_max = max(ratio_max, float(result[2]))
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, config.clip_norm))
+        norm = float(_whole(nn.utils.clip_grad_norm_(self.parameters, config.clip_norm)))
+        if self.ranks > 1:
+            loss, ratio_max = self._sum([loss])[0] / self.ranks, max(self._each(ratio_max))
+            sums_K = torch.tensor(self._sum(sums_K.tolist()), dtype=torch.float64)
         applied = math.isfinite(loss) and math.isfinite(norm)
         rate = self._learning_rate()
         if applied:
@@ -193,31 +208,68 @@ class Learner:
         return result.loss.detach(), result.sums_K, result.ratio_max
 
     def micro_batches(self, samples: Sequence[TrainSample]) -> Iterator[PackedBatch]:
-        """All samples, packed, at most `micro_cells` cells at a time (or one row)."""
+        """All samples, packed, at most `micro_cells` cells at a time (or one row); of each time, this rank's rows. All
+        ranks have as many micro-batches: sharded models must run in step."""
         head: Tensor = self.policy.decoder.head  # type: ignore[assignment]
         rows = plan_rows(samples, hidden=head.shape[1], capacity=self.config.row_tokens)
         rows.sort(key=lambda row: -row_length(samples, row))  # like widths together
         device = self.parameters[0].device
         start = 0
         while start < len(rows):
-            count = max(1, self.config.micro_cells // row_length(samples, rows[start]))
-            yield pack(samples, rows[start : start + count], share_prompts=True).to(device)
+            count = max(1, self.config.micro_cells // row_length(samples, rows[start])) * self.ranks
+            ours = rows[start : start + count][self.rank :: self.ranks]
+            yield pack(samples, ours or [[]], share_prompts=True).to(device)  # an empty row trains nothing
             start += count
 
     def _learning_rate(self) -> float:
         warm = self.config.warm_up_steps
         return self.config.learning_rate * (min(1.0, (self.steps_applied + 1) / warm) if warm else 1.0)
 
+    # -- the other ranks --
+
+    def _sum(self, values: list[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self.parameters[0].device)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+    def _each(self, value: float) -> list[float]:
+        return self._sum([value if rank == self.rank else 0.0 for rank in range(self.ranks)])
+
+    def _of_all(self, ours: BatchTotals) -> BatchTotals:
+        if self.ranks == 1:
+            return ours
+        tokens, sequences, cells = (round(value) for value in self._sum([ours.tokens, ours.sequences, ours.cells]))
+        return BatchTotals(tokens=tokens, sequences=sequences, cells=cells)
+
     # -- checkpoints --
 
     def state(self) -> dict[str, Any]:
-        """All but the weights, for torch.save."""
+        """All but the weights, for torch.save: whole, however it is sharded. All ranks must ask for it."""
+        state = self.optimizer.state_dict()
+        whole = {i: {name: _whole(value) for name, value in kept.items()} for i, kept in state["state"].items()}
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": {**state, "state": whole},
             "steps_applied": self.steps_applied,
             "steps_skipped": self.steps_skipped,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        saved = state["optimizer"]
+        kept = {
+            i: {name: _like(self.parameters[i], value) for name, value in values.items()}
+            for i, values in saved["state"].items()
+        }
+        self.optimizer.load_state_dict({**saved, "state": kept})
         self.steps_applied, self.steps_skipped = state["steps_applied"], state["steps_skipped"]
+
+
+def _whole(value: Any) -> Any:
+    """A tensor that is sharded, put together; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """A whole tensor, sharded as `parameter` is, where it has its shape."""
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value

@@ -12,9 +12,8 @@ so none is skipped; a trainer that comes back publishes what it had not.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,18 +29,19 @@ from refimpl.grpo.messages import (
     question_content,
     word_content,
 )
-from refimpl.grpo.rollout import RolloutError, RolloutLimits, Sample, decode_rollouts
-from refimpl.grpo.staleness import Pacer, PacingConfig, Slot, Unit, Verdict, violations
-from refimpl.grpo.vault import Vault
+from refimpl.grpo.rollout import RolloutError, Sample
+from refimpl.grpo.staleness import Pacer, PacingConfig, Slot, Trained, Unit, Verdict, violations
 from refimpl.identity import verify
 from refimpl.journal import Journal, silent
-from refimpl.messages import Later, Message, Ok
+from refimpl.messages import Blob, Later, Message, Ok
 from refimpl.work import Work
 from refimpl.world import Refused, World
 
 HOLD_S_MAX = 60.0
 LOOK_S = 1.0
 """Deadlines are looked at this often while questions are held."""
+LEFT_S_MIN = 1e-3
+"""Less is not waited for: rounded to a clock's tick it could be for ever."""
 
 
 class Student(Protocol):
@@ -60,6 +60,40 @@ class Student(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
+class Records(Protocol):
+    """What must outlive the trainer's process, and how a rollout file is read: `vault.Vault` on a disk."""
+
+    def key_of(self, file: Blob) -> str:
+        """The name that the file's content gives it; RolloutError where it has none."""
+        ...
+
+    def read(self, file: Blob) -> Sequence[Sample]:
+        """The rows of a file that may be anything. Raises RolloutError."""
+        ...
+
+    def accept(self, unit: Unit, file: Blob) -> None:
+        """When this returns, the file is safe."""
+        ...
+
+    def accepted(self) -> list[Unit]: ...
+
+    def rollouts(self, unit: Unit) -> Sequence[Sample]: ...
+
+    def save(self, version: int, books: dict[str, Any], write: Callable[[Path], None]) -> Path: ...
+
+    def versions(self) -> list[int]: ...
+
+    def folder(self, version: int) -> Path: ...
+
+    def books(self, version: int) -> dict[str, Any]: ...
+
+    def log_trained(self, version: int, units: Sequence[Unit]) -> None: ...
+
+    def trained(self) -> list[Trained]: ...
+
+    def forget_trained(self, version: int) -> None: ...
+
+
 Publish = Callable[[int, Path], Coroutine[Any, Any, None]]
 """Broadcast checkpoint v out of its folder; returns once it is out. Saying it twice does no harm."""
 
@@ -71,7 +105,6 @@ class TrainerConfig:
     validators: frozenset[str]  # public keys
     online_filter: bool = True  # train only answers that carry a signal, and wait for enough of those
     denials_to_ban: int = 1  # files that failed a check, after which a worker gets no more slots
-    limits: RolloutLimits = field(default_factory=RolloutLimits)
     held_back_s: float = 0.5  # how long a worker is told to wait when nothing may be started
 
 
@@ -83,7 +116,7 @@ class Trainer:
         world: World,
         config: TrainerConfig,
         student: Student,
-        vault: Vault,
+        vault: Records,
         publish: Publish,
         journal: Journal = silent,
     ) -> None:
@@ -134,7 +167,7 @@ class Trainer:
             if unit.key not in known:
                 verdict = self.pacer.readmit(unit)
                 assert verdict is Verdict.ACCEPTED, f"unit {unit.key} was accepted, and now is {verdict.value}"
-            self._rows[unit.key] = self.vault.rollouts(unit, self.config.limits)
+            self._rows[unit.key] = list(self.vault.rollouts(unit))
             self._verdicts[unit.key] = (unit.slot.folder, Verdict.ACCEPTED)
 
     def serve(self) -> None:
@@ -226,7 +259,7 @@ class Trainer:
                 self._asked[key] = (question.number, answer)
                 return answer
             left_s = until_s - self.world.now()
-            if left_s <= 0:
+            if left_s < LEFT_S_MIN:
                 break
             await self._changed.wait(min(left_s, LOOK_S))
         return self._asked[key][1] or Later(self.config.held_back_s, "nothing may be started yet")
@@ -252,11 +285,10 @@ class Trainer:
         slot = self.pacer.slot(word.slot.index)
         if slot is None or _given(slot) != word.slot or slot.worker != word.public_key:
             return Receipt(Verdict.REFUSED.value)
-        data = word.file.data
-        if data is None or hashlib.sha256(data).hexdigest() != word.key:
-            raise Refused("the file's SHA-256 is not its key")
         try:
-            rows = decode_rollouts(data, self.config.limits)
+            if self.vault.key_of(word.file) != word.key:
+                raise Refused("the file's SHA-256 is not its key")
+            rows = list(self.vault.read(word.file))
         except RolloutError as error:
             raise Refused(f"the file cannot be read: {error}") from error
         useful = [row for row in rows if row.advantage != 0.0 or not self.config.online_filter]
@@ -282,7 +314,7 @@ class Trainer:
             filtered_tokens=unit.filtered_tokens,
         )
         if verdict is Verdict.ACCEPTED:
-            self.vault.accept(unit, data)
+            self.vault.accept(unit, word.file)
             self._rows[unit.key] = rows
         self._verdicts[unit.key] = (slot.folder, verdict)
         self.journal("taken", slot=slot.index, folder=slot.folder, key=unit.key, verdict=verdict.value)

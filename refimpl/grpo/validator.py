@@ -8,7 +8,6 @@ its disk, and only then tells the worker. Checking the next file does not wait f
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +24,11 @@ from refimpl.grpo.messages import (
     offer_content,
     word_content,
 )
+from refimpl.grpo.rollout import RolloutError
 from refimpl.grpo.unit import CODES
 from refimpl.identity import Identity, verify
 from refimpl.journal import Journal, silent
-from refimpl.messages import Message
+from refimpl.messages import Blob, Message
 from refimpl.work import Work
 from refimpl.world import CallError, Signal, World
 
@@ -71,7 +71,7 @@ class ValidatorConfig:
 
 
 class Validator:
-    """`serve()`, then `run()` until `stop()`. `key_of(file)` gives a file's SHA-256 (a virtual one has only it)."""
+    """`serve()`, then `run()` until `stop()`. `key_of(file)`: the name that its content gives it (SHA-256)."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class Validator:
         inspector: Inspector,
         weights: Weights,
         journal: Journal = silent,
-        key_of: Callable[[Any], str] = lambda file: hashlib.sha256(file.data).hexdigest(),
+        *,
+        key_of: Callable[[Blob], str],
     ) -> None:
         self.world, self.config, self.identity = world, config, identity
         self.inspector, self.weights, self.journal, self.key_of = inspector, weights, journal, key_of
@@ -102,6 +103,8 @@ class Validator:
         if not verify(offer.public_key, offer_content(offer), offer.signature, domain=OFFER):
             return Judgement("bad_signature", CODES["bad_signature"], decided=False)  # nobody is shown to have sent it
         name = (offer.slot.index, offer.key)
+        if self._stopped and name not in self._judged:
+            return Judgement("no_verdict", "this validator has stopped", decided=False)
         if name not in self._judged:
             self._judged[name] = self.world.signal()
             self._queue.append(offer)
@@ -123,8 +126,11 @@ class Validator:
                 self.world.spawn(self._tell(offer, finding), "tell")
 
     async def _check(self, offer: Offer) -> Finding:
-        if self.key_of(offer.file) != offer.key:
-            return Finding(code="bad_file", reason="the file's SHA-256 is not its key")
+        try:
+            if self.key_of(offer.file) != offer.key:
+                return Finding(code="bad_file", reason="the file's SHA-256 is not its key")
+        except RolloutError as error:
+            return Finding(code="bad_file", reason=str(error))
         version = self.inspector.version_of(offer)
         until_s = self.world.now() + self.config.weights_wait_s
         while version is not None and version not in self.weights.held():

@@ -21,8 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from refimpl.grpo.rollout import RolloutLimits, Sample, decode_rollouts
+from refimpl.grpo.rollout import RolloutError, RolloutLimits, Sample, content_key, decode_rollouts
 from refimpl.grpo.staleness import Slot, Trained, Unit
+from refimpl.messages import Blob
 
 PARTIAL = ".partial-"
 WEIGHTS, MARK, STATE, BOOKS = "model.safetensors", "checkpoint.json", "optimizer.pt", "books.json"
@@ -36,10 +37,10 @@ class VaultError(Exception):
 
 
 class Vault:
-    """One run's folder. `keep`: checkpoints that stay."""
+    """One run's folder. `keep`: checkpoints that stay. `limits`: what a rollout file may hold."""
 
-    def __init__(self, root: Path, run_id: str, *, keep: int) -> None:
-        self.root, self.run_id, self.keep = root, run_id, keep
+    def __init__(self, root: Path, run_id: str, *, keep: int, limits: RolloutLimits | None = None) -> None:
+        self.root, self.run_id, self.keep, self.limits = root, run_id, keep, limits or RolloutLimits()
         (root / "accepted").mkdir(parents=True, exist_ok=True)
         named = root / "run.json"
         if not named.is_file():
@@ -53,14 +54,23 @@ class Vault:
 
     # -- rollouts --
 
-    def accept(self, unit: Unit, data: bytes | memoryview) -> None:
+    @staticmethod
+    def key_of(file: Blob) -> str:
+        """The SHA-256 of its bytes."""
+        return content_key(_bytes(file))
+
+    def read(self, file: Blob) -> list[Sample]:
+        """The rows of a file that may be anything. Raises RolloutError."""
+        return decode_rollouts(_bytes(file), self.limits)
+
+    def accept(self, unit: Unit, file: Blob) -> None:
         """When this returns, the file is on disk for good."""
         folder = self.root / "accepted" / str(unit.slot.folder)
         folder.mkdir(exist_ok=True)
         entry = {"sequence": self._sequence, "unit": asdict(unit)}
         self._sequence += 1
         _write(folder / f"{unit.key}.json", json.dumps(entry).encode())
-        _write(folder / f"{unit.key}.parquet", data)
+        _write(folder / f"{unit.key}.parquet", _bytes(file))
 
     def accepted(self) -> list[Unit]:
         """All units that are on disk, in the order in which they were taken."""
@@ -74,10 +84,10 @@ class Vault:
         files = sorted((self.root / "accepted").glob("*/*.parquet"))
         return [json.loads(file.with_suffix(".json").read_text(encoding="utf-8")) for file in files]
 
-    def rollouts(self, unit: Unit, limits: RolloutLimits) -> list[Sample]:
+    def rollouts(self, unit: Unit) -> list[Sample]:
         """The rows of an accepted unit."""
         path = self.root / "accepted" / str(unit.slot.folder) / f"{unit.key}.parquet"
-        return decode_rollouts(path.read_bytes(), limits)
+        return decode_rollouts(path.read_bytes(), self.limits)
 
     # -- checkpoints --
 
@@ -144,6 +154,12 @@ class Vault:
         path = self.root / "trained.jsonl"
         whole = path.read_bytes().rpartition(b"\n")[0] if path.is_file() else b""
         return [json.loads(line) for line in whole.splitlines()]
+
+
+def _bytes(file: Blob) -> bytes | memoryview:
+    if file.data is None:
+        raise RolloutError("the file has no bytes")
+    return file.data
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:

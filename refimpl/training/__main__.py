@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from refimpl.training.cheats import CHEATS
-from refimpl.training.launch import LaunchError, run_node, run_processes
+from refimpl.training.launch import LaunchError, run_node, run_processes, run_rank
 from refimpl.training.plan import TrainPlan
 from refimpl.training.show import ProgressLine, conclude, describe
 from refimpl.worlds.asyncio_node import Line
@@ -32,6 +32,9 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=default.steps, help="versions to make")
     parser.add_argument("--lag", type=int, default=default.max_age, help="k: no trained token is older than this")
     parser.add_argument("--workers", type=int, default=len(default.workers))
+    parser.add_argument(
+        "--processes", type=int, default=default.trainer_processes, help="over which the trainer's model is sharded"
+    )
     parser.add_argument("--cheat", choices=sorted(CHEATS), help="what the last worker does instead of its work")
     parser.add_argument("--no-verify", action="store_true", help="the validator looks only whether a file is one")
     parser.add_argument("--model", default=default.model_path, help="checkpoint folder")
@@ -57,6 +60,7 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         run_seed=options.seed,
         steps=options.steps,
         max_age=options.lag,
+        trainer_processes=options.processes,
         workers=workers,
         cheats=((workers[-1], options.cheat),) if options.cheat else (),
         verify=not options.no_verify,
@@ -76,6 +80,8 @@ def main(arguments: list[str]) -> int:
     """Exit code 0: done, and all promises kept; 1: not; 2: usage."""
     if len(arguments) == 2 and arguments[0] == "node":
         return run_node(arguments[1])
+    if len(arguments) == 2 and arguments[0] == "rank":
+        return run_rank(arguments[1])
     options = options_of(arguments)
     try:
         plan = plan_of(options)

@@ -31,8 +31,9 @@ from refimpl.testnet.problems import choose_problems
 from refimpl.tokenizer import chat_ids, load_tokenizer
 from refimpl.toploc.check import PRESETS, verify_proofs
 from refimpl.training.plan import TrainPlan
+from refimpl.training.prices import check_work, generate_work
 from refimpl.training.weights import Tensors
-from refimpl.work import Forward, Prove, Several, Verify, Work
+from refimpl.work import Work
 from refimpl.workshop import DTYPES
 
 Score = Callable[[Sequence[tuple[Problem, str]]], list[float]]
@@ -136,13 +137,7 @@ class Bench:
     def work(self, made: MadeUnit) -> Work:
         """Prefill, as many decode steps as the longest answer took, and the proofs."""
         prompt = round(sum(len(row.input_tokens) for row in made.rows) / len(made.rows))
-        steps = max(len(row.output_tokens) for row in made.rows) - 1
-        parts: list[Work] = [Forward(model=self.size, batch=len(made.rows), new_tokens=prompt)]
-        if steps > 0:
-            alive = max(1, round(made.tokens / (steps + 1)))
-            parts.append(Forward(model=self.size, batch=alive, new_tokens=1, past_tokens=prompt, steps=steps))
-        parts.append(Prove(tokens=made.tokens, hidden=self.size.hidden))
-        return Several(tuple(parts))
+        return generate_work(self.size, prompt, [len(row.output_tokens) for row in made.rows])
 
     def texts(self, answers: Sequence[Any]) -> list[str]:
         """Answers as the verifier reads them."""
@@ -194,9 +189,7 @@ class Bench:
 
     def check_work(self, finding: Finding) -> Work:
         """One prefill over prompts and answers, and the proofs against it."""
-        each = max(1, round(finding.tokens / max(1, finding.rows))) + 8
-        forward = Forward(model=self.size, batch=max(1, finding.rows), new_tokens=each)
-        return Several((forward, Verify(tokens=max(1, finding.tokens), hidden=self.size.hidden)))
+        return check_work(self.size, finding.rows, finding.tokens, PROMPT_TOKENS)
 
     def _rows(self, offer: Offer) -> list[Sample]:
         data = offer.file.data
@@ -230,6 +223,8 @@ class Bench:
         return None
 
 
+PROMPT_TOKENS = 8
+"""Of a prompt, about, where a finding does not say: it prices a check in virtual time only."""
 LOGPROB_TOLERANCE = 0.5
 """Mean distance of a row's log-probabilities from the replay's, in nats: honest noise in bf16 lies below 0.1."""
 

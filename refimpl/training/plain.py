@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from refimpl.grpo.messages import SlotGiven
 from refimpl.grpo.rollout import Sample, decode_rollouts
@@ -21,6 +22,7 @@ from refimpl.grpo.staleness import checkpoint_for
 from refimpl.model.weights import checkpoint_tensors, load_decoder
 from refimpl.training.bench import Bench, MadeUnit, Score, greedy_accuracy
 from refimpl.training.plan import TrainPlan
+from refimpl.training.shards import Shards
 from refimpl.training.student import Student
 from refimpl.workshop import DTYPES
 
@@ -37,15 +39,18 @@ class PlainRun:
     keys: list[list[str]]  # of the files of each version, by place
 
 
-def student_of(plan: TrainPlan, bench: Bench) -> Student:
-    """The trainer's own copy of the checkpoint, with its optimizer."""
+def student_of(plan: TrainPlan, bench: Bench | None, state: PartialState | None = None) -> Student:
+    """The trainer's own copy of the checkpoint, with its optimizer. `bench`: to evaluate with, where that is done.
+    `state`: of the processes that share it; None: this one has it alone."""
+    decoder = load_decoder(plan.model_path, dtype=DTYPES[plan.dtype])
     return Student(
-        load_decoder(plan.model_path, dtype=DTYPES[plan.dtype]),
+        decoder,
         plan.step,
         optimizer_steps=plan.optimizer_steps,
         online_filter=plan.online_filter,
-        evaluate=lambda decoder: greedy_accuracy(bench, decoder, plan.evaluate_problems),
+        evaluate=None if bench is None else lambda decoder: greedy_accuracy(bench, decoder, plan.evaluate_problems),
         evaluate_every=plan.evaluate_every,
+        shards=None if state is None else Shards(decoder, state),
     )
 
 

@@ -45,6 +45,7 @@ class TrainPlan:
     newest: bool = False  # workers take the newest weights allowed, not the oldest
     in_flight: int = 2
     # -- the step --
+    trainer_processes: int = 1  # over which the trainer's model is sharded
     optimizer_steps: int = 1  # per version
     learning_rate: float = 1e-4
     warm_up_steps: int = 20
@@ -74,8 +75,9 @@ class TrainPlan:
             raise ValueError(f"dtype is {self.dtype!r}, expected 'float32' or 'bfloat16'")
         if self.problem_rule not in ("slot", "worker"):
             raise ValueError(f"problem_rule is {self.problem_rule!r}, expected 'slot' or 'worker'")
-        if self.steps < 1 or self.units_per_step < 1 or self.optimizer_steps < 1:
-            raise ValueError("steps, units_per_step and optimizer_steps must be 1 or more")
+        for name in ("steps", "units_per_step", "optimizer_steps", "trainer_processes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more")
         unknown = {name for name, _ in self.cheats} - set(self.workers)
         if unknown:
             raise ValueError(f"cheats names {sorted(unknown)}, which are no workers of this run")

@@ -7,25 +7,23 @@ node that was killed is started again with the same seat, and takes its part up 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from refimpl.calls import Patience
 from refimpl.grpo.trainer import Trainer, TrainerConfig
 from refimpl.grpo.validator import Validator, ValidatorConfig
-from refimpl.grpo.vault import Vault
 from refimpl.grpo.worker import Worker, WorkerConfig
 from refimpl.identity import verify
 from refimpl.journal import Journal, silent
-from refimpl.shardcast.disk_store import DiskStore
 from refimpl.shardcast.puller import PullerConfig
 from refimpl.shardcast.relay import Relay
 from refimpl.shardcast.serving import ServingConfig
-from refimpl.training.bench import Bench, BenchInspector, Score
-from refimpl.training.cheats import maker_of
-from refimpl.training.plain import student_of
+from refimpl.training.outfit import Outfit, RealOutfit
 from refimpl.training.plan import TrainPlan
 from refimpl.training.weights import Arrivals, Broadcast
 from refimpl.world import Signal, World
@@ -38,6 +36,8 @@ class Tempo:
     news_patience_s: float = 20.0
     news_interval_s: float = 0.1
     retry_s: float = 1.0
+    policy: str = "expected-finish"  # which relay to ask; see refimpl/shardcast/choice.py
+    connections: int = 10  # transfers of weights at once
     patience: Patience = field(default_factory=Patience)
 
 
@@ -51,16 +51,13 @@ class Seat:
     stop: Signal  # set when the run is over
     journal: Journal = silent
     tempo: Tempo = field(default_factory=Tempo)
-    score: Score | None = None  # None: by locked-down processes
-    shard_bytes: int = 256 << 10
+    outfit: Outfit = field(default_factory=RealOutfit)
     settled: Callable[[int], Coroutine[Any, Any, None]] | None = None  # awaited after each version that is published
     found: dict[str, Any] = field(default_factory=dict)  # the roles, by node name: for whoever watches
 
 
-def _store(seat: Seat) -> DiskStore:
-    root = seat.folder / "shardcast"
-    root.mkdir(parents=True, exist_ok=True)
-    return DiskStore(root, link=True)
+def _serving(seat: Seat, below: tuple[str, ...]) -> ServingConfig:
+    return dataclasses.replace(seat.outfit.serving, below=below, keep=seat.plan.max_age + 4)
 
 
 def _pulling(seat: Seat, sources: tuple[str, ...]) -> PullerConfig:
@@ -69,6 +66,8 @@ def _pulling(seat: Seat, sources: tuple[str, ...]) -> PullerConfig:
         sources=sources,
         origin=plan.trainer,
         origin_key=plan.identity(plan.trainer).public_key,
+        policy=tempo.policy,
+        connections=tempo.connections,
         news_patience_s=tempo.news_patience_s,
         news_interval_s=tempo.news_interval_s,
         retry_s=tempo.retry_s,
@@ -77,63 +76,67 @@ def _pulling(seat: Seat, sources: tuple[str, ...]) -> PullerConfig:
 
 def _arrivals(seat: Seat) -> Arrivals:
     plan = seat.plan
+    pulling = _pulling(seat, plan.relays or (plan.trainer,))
+    store, found = seat.outfit.store(seat.world.name, seat.folder, pulling.origin_key)
     return Arrivals(
         seat.world,
-        plan.run_id,
-        _pulling(seat, plan.relays or (plan.trainer,)),
-        _store(seat),
+        pulling,
+        store,
         seat.journal,
         keep=plan.max_age + 3,
+        found=found,
+        checkpoint_of=partial(seat.outfit.checkpoint_of, plan),
     )
 
 
 async def trainer(seat: Seat) -> None:
     """Trains until all versions are made, and serves their weights until the run is over."""
-    plan, world = seat.plan, seat.world
+    plan, world, outfit = seat.plan, seat.world, seat.outfit
     identity = plan.identity(plan.trainer)
-    below = plan.relays or (*plan.workers, plan.validator)
-    serving = ServingConfig(below=below, keep=plan.max_age + 4)
+    store, found = outfit.store(world.name, seat.folder, identity.public_key)
     broadcast = Broadcast(
-        world, plan.run_id, identity, serving, _store(seat), seat.journal, shard_bytes=seat.shard_bytes
+        world,
+        plan.run_id,
+        identity,
+        _serving(seat, plan.relays or (*plan.workers, plan.validator)),
+        store,
+        seat.journal,
+        found=found,
+        cut=outfit.cut,
+        checkpoint_of=partial(outfit.checkpoint_of, plan),
     )
-    bench = Bench(plan, score=seat.score)  # to evaluate with
     config = TrainerConfig(
         pacing=plan.pacing,
         steps=plan.steps,
         validators=frozenset({plan.identity(plan.validator).public_key}),
         online_filter=plan.online_filter,
         denials_to_ban=plan.denials_to_ban,
-        limits=plan.limits(bench.decoder.config.vocabulary),
     )
-    vault = Vault(seat.folder / "run", plan.run_id, keep=plan.max_age + 3)
 
     async def publish(version: int, checkpoint: Path) -> None:
         await broadcast.publish(version, checkpoint)
         if seat.settled is not None:
             await seat.settled(version)
 
-    role = Trainer(world, config, student_of(plan, bench), vault, publish, seat.journal)
-    seat.found[world.name] = role
-    try:
+    with outfit.student(plan) as student:
+        records = outfit.records(plan, world.name, seat.folder)
+        role = Trainer(world, config, student, records, publish, seat.journal)
+        seat.found[world.name] = role
         role.begin()
         broadcast.begin()
         role.serve()
         await role.run()
         seat.journal("finished", version=role.pacer.version, broken_promises=role.broken_promises())
         await seat.stop.wait()
-    finally:
-        bench.close()
 
 
 async def relay(seat: Seat) -> None:
     """Passes weights on until the run is over."""
     plan = seat.plan
-    below = (*plan.workers, plan.validator)
-    store = _store(seat)
     pulling = _pulling(seat, (plan.trainer,))
-    serving = ServingConfig(below=below, keep=plan.max_age + 4)
+    store, (manifests, _) = seat.outfit.store(seat.world.name, seat.folder, pulling.origin_key)
+    serving = _serving(seat, (*plan.workers, plan.validator))
     role = Relay(seat.world, pulling, serving, store, verify, seat.journal)
-    manifests, _ = store.found(verify, pulling.origin_key)
     role.restore(manifests)
     role.serve()
     seat.world.spawn(role.run(), "relay")
@@ -143,30 +146,34 @@ async def relay(seat: Seat) -> None:
 
 async def validator(seat: Seat) -> None:
     """Judges files until the run is over."""
-    plan = seat.plan
+    plan, world = seat.plan, seat.world
     arrivals = _arrivals(seat)
-    bench = Bench(plan, tensors=arrivals.tensors, score=seat.score)
-    bench.version = -1
     config = ValidatorConfig(trainer=plan.trainer, patience=seat.tempo.patience)
-    role = Validator(seat.world, config, plan.identity(seat.world.name), BenchInspector(bench), arrivals, seat.journal)
-    seat.found[seat.world.name] = role
-    role.serve()
-    seat.world.spawn(arrivals.client.run(), "weights")
-    seat.world.spawn(role.run(), "validator")
-    try:
-        await seat.stop.wait()
-    finally:
-        role.stop()
-        arrivals.client.stop()
-        bench.close()
+    with seat.outfit.tools(plan, world.name, arrivals) as tools:
+        role = Validator(
+            world,
+            config,
+            plan.identity(world.name),
+            tools.inspector,
+            arrivals,
+            seat.journal,
+            key_of=seat.outfit.key_of,
+        )
+        seat.found[world.name] = role
+        role.serve()
+        world.spawn(arrivals.client.run(), "weights")
+        world.spawn(role.run(), "validator")
+        try:
+            await seat.stop.wait()
+        finally:
+            role.stop()
+            arrivals.client.stop()
 
 
 async def worker(seat: Seat) -> None:
     """Generates until the run is over, or nobody wants its work."""
-    plan = seat.plan
+    plan, world = seat.plan, seat.world
     arrivals = _arrivals(seat)
-    bench = Bench(plan, tensors=arrivals.tensors, score=seat.score)
-    bench.version = -1
     config = WorkerConfig(
         trainer=plan.trainer,
         validator=plan.validator,
@@ -174,15 +181,21 @@ async def worker(seat: Seat) -> None:
         in_flight=plan.in_flight,
         patience=seat.tempo.patience,
     )
-    maker = maker_of(dict(plan.cheats).get(seat.world.name, "honest"), bench)
-    role = Worker(seat.world, config, plan.identity(seat.world.name), maker, arrivals, seat.journal)
-    seat.found[seat.world.name] = role
-    seat.world.spawn(arrivals.client.run(), "weights")
-    try:
-        await role.run()
-    finally:
-        arrivals.client.stop()
-        bench.close()
+    with seat.outfit.tools(plan, world.name, arrivals) as tools:
+        role = Worker(world, config, plan.identity(world.name), tools.maker, arrivals, seat.journal)
+        seat.found[world.name] = role
+        world.spawn(arrivals.client.run(), "weights")
+        world.spawn(_end(seat, role), "end")
+        try:
+            await role.run()
+        finally:
+            arrivals.client.stop()
+
+
+async def _end(seat: Seat, role: Worker) -> None:
+    """A worker that waits for weights when the run is over waits in vain."""
+    await seat.stop.wait()
+    role.stop()
 
 
 ROLES: dict[str, Callable[[Seat], Coroutine[Any, Any, None]]] = {

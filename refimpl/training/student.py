@@ -15,7 +15,9 @@ from refimpl.grpo.unit import training_samples
 from refimpl.grpo.vault import STATE, WEIGHTS
 from refimpl.model.transformer import Decoder
 from refimpl.model.weights import checkpoint_tensors, load_tensors
-from refimpl.work import Backward, Work
+from refimpl.training.prices import step_work
+from refimpl.training.shards import Shards
+from refimpl.work import Work
 
 Evaluate = Callable[[Decoder], float]
 """Greedy accuracy on held-out problems."""
@@ -35,10 +37,17 @@ class Student:
         online_filter: bool = False,
         evaluate: Evaluate | None = None,
         evaluate_every: int = 0,
+        shards: Shards | None = None,
     ) -> None:
+        """`shards`: `decoder`, spread over several processes; each of them has a student, and all do the same."""
         for parameter in decoder.parameters():
             parameter.requires_grad_(True)
-        self.decoder, self.learner = decoder, Learner(Policy(decoder), config)
+        self.decoder, self.shards = decoder, shards
+        self.learner = (
+            Learner(Policy(decoder), config)
+            if shards is None
+            else Learner(shards.policy, config, rank=shards.rank, ranks=shards.ranks)
+        )
         self.optimizer_steps, self.online_filter = optimizer_steps, online_filter
         self.evaluate, self.evaluate_every = evaluate, evaluate_every
         self.version = 0
@@ -61,22 +70,33 @@ class Student:
         self.version += 1
         figures = batch_figures(samples) | step_figures(reports)
         figures["skipped_steps"] = self.learner.steps_skipped
-        if self.evaluate is not None and self.evaluate_every and self.version % self.evaluate_every == 0:
-            figures["accuracy"] = self.evaluate(self.decoder)
+        if self.evaluate_every and self.version % self.evaluate_every == 0:
+            self._gather()
+            if self.evaluate is not None:
+                figures["accuracy"] = self.evaluate(self.decoder)
         return figures
 
+    def _gather(self) -> None:
+        """Bring the decoder up to date with its shards."""
+        if self.shards is not None:
+            self.shards.gather()
+
     def work(self, samples: Sequence[Sample]) -> Work:
-        tokens = sum(len(sample.input_tokens) + len(sample.output_tokens) for sample in samples)
-        mean = round(tokens / len(samples))
-        return Backward(model=self.size, tokens=tokens, sequence_tokens=mean, optimizer_steps=self.optimizer_steps)
+        return step_work(self.size, samples, self.optimizer_steps)
 
     def save(self, folder: Path) -> None:
+        self._gather()
+        state = self.learner.state() | {"version": self.version}
+        if self.shards is not None and self.shards.rank:
+            return  # the first process writes
         tensors = {name: tensor.contiguous().clone() for name, tensor in checkpoint_tensors(self.decoder).items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        torch.save(self.learner.state() | {"version": self.version}, folder / STATE)
+        torch.save(state, folder / STATE)
 
     def load(self, folder: Path) -> None:
         load_tensors(self.decoder, load_file(folder / WEIGHTS))
+        if self.shards is not None:
+            self.shards.scatter()
         state = torch.load(folder / STATE, weights_only=True)
         self.version = state.pop("version")
         self.learner.load_state(state)

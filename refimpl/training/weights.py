@@ -7,7 +7,9 @@ numbers are never used twice; a checkpoint that is published again after a crash
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load
@@ -16,7 +18,6 @@ from refimpl.grpo.vault import MARK, WEIGHTS
 from refimpl.identity import Identity, verify
 from refimpl.journal import Journal
 from refimpl.shardcast.client import Client
-from refimpl.shardcast.disk_store import DiskStore
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import Manifest
 from refimpl.shardcast.origin import Origin
@@ -29,6 +30,16 @@ MARK_BYTES_MAX = 4096
 Tensors = dict[str, torch.Tensor]
 
 
+Cut = Callable[[int, Path], tuple[Layout, Any]]
+"""Checkpoint and its folder -> what the origin publishes of it."""
+CheckpointOf = Callable[[Store, Manifest], int]
+"""Which checkpoint a version is that is here. Raises ValueError where it is none of this run."""
+
+
+Found = tuple[list[Manifest], list[Any]]
+"""What a store holds from before, oldest first, and what is wrong with the rest."""
+
+
 class Broadcast:
     """The trainer's origin. `begin()` before anything is published."""
 
@@ -38,21 +49,23 @@ class Broadcast:
         run_id: str,
         identity: Identity,
         serving: ServingConfig,
-        store: DiskStore,
+        store: Store,
         journal: Journal,
         *,
-        shard_bytes: int,
+        cut: Cut,
+        checkpoint_of: CheckpointOf,
+        found: Found,
     ) -> None:
         self.origin = Origin(world, run_id, identity, verify, serving, store, journal)
-        self.store, self.key, self.shard_bytes = store, identity.public_key, shard_bytes
+        self.store, self.cut, self.checkpoint_of, self.found = store, cut, checkpoint_of, found
         self.out: set[int] = set()  # checkpoints that are published
         self.journal = journal
 
     def begin(self) -> None:
-        manifests, problems = self.store.found(verify, self.key)
+        manifests, problems = self.found
         for problem in problems:
             self.journal("problem", path=str(problem.path), reason=problem.reason)
-        self.out = {mark_of(self.store, manifest) for manifest in manifests if manifest.header.base is None}
+        self.out = {self.checkpoint_of(self.store, manifest) for manifest in manifests if manifest.header.base is None}
         self.origin.restore(manifests)  # removes what is too old
         self.origin.serve()
 
@@ -60,27 +73,33 @@ class Broadcast:
         """Broadcast checkpoint `version`; at once where it is out already."""
         if version in self.out:
             return
-        files = [folder / MARK, folder / WEIGHTS]
-        sizes = tuple(file.stat().st_size for file in files)
-        layout = Layout(names=(MARK, WEIGHTS), sizes_bytes=sizes, shard_bytes=self.shard_bytes)
-        await self.origin.publish(layout, files)
+        await self.origin.publish(*self.cut(version, folder))
         self.out.add(version)
         self.journal("out", checkpoint=version)
 
 
 class Arrivals:
-    """What has arrived at a node that generates or checks: the `Weights` of its role, and the tensors themselves."""
+    """What has arrived at a node that generates or checks: the `Weights` of its role."""
 
     def __init__(
-        self, world: World, run_id: str, pulling: PullerConfig, store: DiskStore, journal: Journal, *, keep: int
+        self,
+        world: World,
+        pulling: PullerConfig,
+        store: Store,
+        journal: Journal,
+        *,
+        keep: int,
+        checkpoint_of: CheckpointOf,
+        found: Found,
     ) -> None:
-        self.world, self.run_id, self.store, self.journal, self.keep = world, run_id, store, journal, keep
-        self._manifests: dict[int, Manifest] = {}  # by checkpoint
+        self.world, self.store, self.journal, self.keep = world, store, journal, keep
+        self.checkpoint_of = checkpoint_of
+        self.manifests: dict[int, Manifest] = {}  # by checkpoint
         self._arrived = world.signal()
         self.client = Client(
             world, pulling, store, verify, last_version=None, journal=journal, keep=keep, on_version=self._take
         )
-        manifests, _ = store.found(verify, pulling.origin_key)
+        manifests, _ = found
         self.client.restore(manifests)
         for manifest in manifests:
             if manifest.header.base is None:
@@ -88,27 +107,35 @@ class Arrivals:
         self.client.serve()
 
     def held(self) -> list[int]:
-        return sorted(self._manifests)
+        return sorted(self.manifests)
 
     def arrived(self) -> Signal:
         return self._arrived
 
-    def tensors(self, version: int) -> Tensors:
-        """The weights of a version that is held. Runs where files may be read: inside `World.compute`."""
-        manifest = self._manifests[version]
-        name = manifest.layout.names.index(WEIGHTS)
-        start = sum(manifest.layout.sizes_bytes[:name])
-        whole = content(self.store, manifest)
-        return load(whole[start : start + manifest.layout.sizes_bytes[name]])
-
     def _take(self, manifest: Manifest) -> None:
-        version = mark_of(self.store, manifest, run_id=self.run_id)
-        self._manifests[version] = manifest
+        version = self.checkpoint_of(self.store, manifest)
+        self.manifests[version] = manifest
         for old in self.held()[: -self.keep]:
-            del self._manifests[old]
+            del self.manifests[old]
         self.journal("weights", checkpoint=version)
         arrived, self._arrived = self._arrived, self.world.signal()
         arrived.set()
+
+
+def cut_folder(version: int, folder: Path, shard_bytes: int) -> tuple[Layout, list[Path]]:
+    """A checkpoint folder as the two files of a version."""
+    files = [folder / MARK, folder / WEIGHTS]
+    sizes = tuple(file.stat().st_size for file in files)
+    return Layout(names=(MARK, WEIGHTS), sizes_bytes=sizes, shard_bytes=shard_bytes), files
+
+
+def tensors_of(arrivals: Arrivals, version: int) -> Tensors:
+    """The weights of a version that is held. Runs where files may be read: inside `World.compute`."""
+    manifest = arrivals.manifests[version]
+    name = manifest.layout.names.index(WEIGHTS)
+    start = sum(manifest.layout.sizes_bytes[:name])
+    whole = content(arrivals.store, manifest)
+    return load(whole[start : start + manifest.layout.sizes_bytes[name]])
 
 
 def content(store: Store, manifest: Manifest) -> bytes:

@@ -4,6 +4,7 @@
     parent -> child   {"book": {name: url}, "started_s": 12.5}   the run begins, at this reading of the monotonic clock
                       with "tell": true, the child says {"begun": true} as soon as it serves, {"done": true} when done
     parent -> child   {"slowness": 3.0, "skew_s": 0.0}           so slow is the device, so far ahead the clock, from now
+    parent -> child   {"book": {name: url}}                      so is this node reached from now: it was started again
     parent -> child   (end of input)                             stop; also what a child sees when its parent dies
     child exits       0: its part is done; 1: a task failed, and standard error says which
 
@@ -52,7 +53,10 @@ async def _live(name: str, main: Main, run_seed: int, line: Line, host: str) -> 
 
         async def listen() -> None:
             while line := await orders.readline():
-                world.ail(**json.loads(line))
+                order = json.loads(line)
+                book.update(order.pop("book", {}))
+                if order:
+                    world.ail(**order)
             stop.set()
 
         world.spawn(listen(), "orders")
