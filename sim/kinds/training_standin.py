@@ -110,7 +110,7 @@ class StandIns:
         self._tokens = np.zeros(part.answer_tokens_max, np.int32)
         self._tokens[-1] = END
         self._logprobs = np.zeros(part.answer_tokens_max, np.float32)
-        self._prompt = np.full(part.prompt_tokens, 2, np.int32)
+        self._prompt = (2,) * part.prompt_tokens
         self._rows: dict[Note, list[Sample]] = {}
         address = address_of(plan.identity(plan.trainer).public_key)
         self._choose = lambda folder, place: choose_problems(
