@@ -231,7 +231,8 @@ class SimWorld:
 
     __slots__ = (
         "_device_ns", "_rng", "_stood", "_unheard", "alive", "calls", "device_free_ns", "disk_full", "fabric",
-        "handlers", "hung", "index", "name", "price", "skew_s", "slowness", "tasks",
+        "handlers", "host_free_ns",
+        "hung", "index", "name", "price", "skew_s", "slowness", "tasks",
     )  # fmt: skip
 
     def __init__(self, fabric: SimFabric, index: int, name: str, price: Pricer) -> None:

@@ -70,8 +70,8 @@ def test_the_same_seed_writes_the_same_log_and_another_one_does_not(tmp_path: Pa
     assert logs[0] == logs[1] != logs[2]
     figures = json.loads((tmp_path / "a" / "tiny-1" / "summary.json").read_text())
     assert figures["versions"] == 4 and figures["age_max"] <= 2
-    # 32 GB at 590 Mbit/s: 7.23 min at best
-    assert 7.23 <= figures["broadcast_min"] < 7.6
+    best_min = 32e9 * 8 / 590e6 / 60  # with shards of a gigabyte, four at once, the last of them have a line each
+    assert best_min <= figures["broadcast_min"] < 1.1 * best_min
     assert (tmp_path / "a" / "tiny-1" / "timeline.png").stat().st_size > 1000
 
 
