@@ -5,13 +5,17 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
+from refimpl.attacks.quantize import quantized
 from refimpl.attacks.ring import RING_CHEATS
 from refimpl.attacks.ring_trial import TrialConfig, try_ring
 from refimpl.identity import Identity
+from refimpl.model.weights import load_decoder
+from refimpl.pipeline.compute import DTYPES
 from refimpl.pipeline.judge import LinkTrouble
 from refimpl.pipeline.messages import AskEvidence, Evidence
-from refimpl.pipeline.replay import ReplaySettings, RingReplay
+from refimpl.pipeline.replay import ARITHMETICS, ReplaySettings, RingReplay, difference
 from refimpl.pipeline.verifier import Answer, RingVerifier
 from tests.small_ring import CUTS, HIDDEN, LAYERS, SmallRing, ask, make_checkpoint, prompts_of
 
@@ -111,6 +115,41 @@ def test_two_colluding_neighbours(checkpoint, first, attack):
 def test_every_cheat_is_tried_here():
     tried = {*COMPUTED, "tampered-send", "tampered-commitment", "tampered-below-top-k", "receipt-withheld"}
     assert set(RING_CHEATS) == tried | {"complaint-forged", "looks-away", "honest"}
+
+
+# ----------------------------------------------------------------------------------------------------------- the trial
+def as_sent(checkpoint, tokens, arithmetic, change=lambda decoder: decoder):
+    """The first six layers' output for these tokens, in bfloat16 as it travels."""
+    dtype, kernel = arithmetic
+    decoder = load_decoder(checkpoint, layers=range(6), dtype=DTYPES[dtype], device="cpu", attention=kernel)
+    with torch.inference_mode():
+        return change(decoder)(torch.tensor([tokens]))[0].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+
+
+@pytest.mark.parametrize("verifier", ["bfloat16", "float32"])
+def test_every_permitted_arithmetic_is_honest(checkpoint, verifier):
+    """Six chaotic layers: who runs them in any permitted dtype and kernel is acquitted, 4-bit weights never are."""
+    replay = RingReplay(checkpoint, (6, 7), wire_dtype="bfloat16", dtype=DTYPES[verifier], device="cpu")
+    for seed in (0, 34, 94):
+        tokens = np.random.default_rng(seed).integers(0, 61, 23).tolist()
+        for arithmetic in ARITHMETICS:
+            assert replay.follows(0, tokens, None, as_sent(checkpoint, tokens, arithmetic), [])
+        cheap = as_sent(checkpoint, tokens, arithmetic, lambda decoder: quantized(decoder, bits=4, group=None))
+        assert not replay.follows(0, tokens, None, cheap, [])
+
+
+def test_one_long_token_does_not_hide_the_others():
+    """The difference is by token and chunk: as large where one token is a thousand times as long, and never a number
+    where something sent is none."""
+    right = torch.randn(13, 5, generator=torch.Generator().manual_seed(3))
+    sent = right.clone()
+    sent[9] = 0.0
+    assert difference(sent, right, 4) == pytest.approx(0.25)
+    for tensor in (sent, right):
+        tensor[0] *= 1000
+    assert difference(sent, right, 4) == pytest.approx(0.25)
+    sent[2, 1] = float("nan")
+    assert not difference(sent, right, 4) <= 1e9
 
 
 # ---------------------------------------------------------------------------------------------- what can(not) be shown

@@ -1,5 +1,7 @@
 """The ring as real processes over HTTP: same tokens as one process, also when one of them is killed."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,31 @@ def test_the_command_prints_answers(capfd):
     assert main(["--model", str(TINY), "--dtype", "float32", "--prompt", "12+34=", "--new-tokens", "6"]) == 0
     out = capfd.readouterr().out
     assert "stage0: layers 0..1" in out and "> 12+34=" in out and "tokens/s" in out
+
+
+LOADS = """
+import sys
+from pathlib import Path
+from refimpl.pipeline.compute import torch_parts
+from refimpl.pipeline.messages import Member, RingPlan
+member = Member(name="a", public_key="", first=3, end=5)
+plan = RingPlan(
+    ring="r", epoch=1, version=1, checkpoint="", layers=5, hidden=64, dtype="float32", members=(member,),
+    micro_batches=1, rows=1, capacity_tokens=8, window=1, signed=False, keep_evidence=False, chunk_tokens=32, top_k=128,
+    sampling_temperature=float(sys.argv[2]), sampling_top_k=0, sampling_top_p=1.0,
+)
+import refimpl.pipeline.node
+parts = torch_parts(sys.argv[1], dtype="float32", device="cpu")
+parts.commit(plan), parts.load(plan, member)
+print("numba" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("temperature", "compiled"), [("0", False), ("0.7", True)])
+def test_a_stage_that_signs_and_draws_nothing_loads_no_compiler(temperature, compiled):
+    """130 MB of a process are a compiler and what it compiles: only for proofs and for draws at random."""
+    said = subprocess.run([sys.executable, "-c", LOADS, str(TINY), temperature], capture_output=True, text=True)
+    assert said.stdout == f"{compiled}\n", said.stderr
 
 
 def test_a_model_that_fits_nowhere_is_an_error_sentence(tmp_path, capsys):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from refimpl.model.sampler import Sampling
+from refimpl.model.sampler import Sampling, sample
 from refimpl.model.weights import content_hash, load_decoder
-from refimpl.pipeline.compute import StageCompute, torch_parts
+from refimpl.pipeline.compute import StageCompute, likeliest, torch_parts
 from refimpl.pipeline.messages import Greeting, Hop, JoinRing, hop_of, pass_of
 from refimpl.pipeline.schedule import HeadSchedule, Request, StageRows
 from refimpl.pipeline.stage import StageConfig
@@ -42,6 +42,17 @@ def test_n_stages_are_one_process(checkpoint, stages, temperature):
     worst = max(abs(a - b) for a, b in pairs)
     assert worst < 1e-4
     assert not ring.head.schedule.answers() and not ring.head.ring.blockages
+
+
+def test_the_likeliest_token_is_what_the_sampler_takes():
+    """At temperature 0 no sampler is loaded; tokens are equal, ties too, and log-probabilities within rounding."""
+    logits = torch.randn(13, 61, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    zeros = torch.zeros(13, dtype=torch.int64)
+    tokens, logprobs = likeliest(logits)
+    true, true_logprobs = sample(logits, zeros, zeros, Sampling(temperature=0))
+    assert tokens.equal(true) and (logprobs - true_logprobs).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="NaN"):
+        likeliest(torch.full((1, 3), float("nan")))
 
 
 @pytest.mark.parametrize("stages", [2, 3])

@@ -6,9 +6,9 @@ Method: whole rings (`refimpl.attacks.ring_trial`), the real model, signatures, 
 over uneven devices and lines that are drawn per run (`ring_world.py`), or with `--world local` by the wall clock. Cuts
 and prompts are drawn per run too. A run counts as right when somebody is blamed and all of them are guilty, as wrong
 when anybody blamed is innocent. Thresholds of the proofs: preset "paper". Exact 95 % intervals.
-Run: `python -m experiments.pipeline.blame_matrix [--model DIR] [--runs N] [--attacks a,b] [--stages 2,3] [--name X]`
-Without --model: a random seven-layer model, made in a temporary folder. Cells are appended to `NAME.jsonl` as they are
-done; those that are there are not run again. `NAME.md` is the table.
+Run: `python -m experiments.pipeline.blame_matrix [--model DIR] [--runs N] [--attacks a,b] [--stages 2,3] [--at 1]
+[--name X]`. Without --model: a random seven-layer model, made in a temporary folder. Cells are appended to `NAME.jsonl`
+as they are done; those that are there are not run again. `NAME.md` is the table.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ def table(rows: list[dict[str, Any]], name: str) -> str:
         "| attack | guilty stage blamed | innocent blamed | by complaint | answers accepted / rejected / undecided |",
         "|---|---|---|---|---|",
     ]
+    rows = sorted(rows, key=lambda row: (ATTACKS.index(row["attack"]), row["stages"], row["position"]))
     for attack in dict.fromkeys(row["attack"] for row in rows):
         mine = [row for row in rows if row["attack"] == attack]
         total = {key: sum(row[key] for row in mine) for key in mine[0] if isinstance(mine[0][key], int)}
@@ -173,11 +174,12 @@ def table(rows: list[dict[str, Any]], name: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def cells(attacks: list[str], stages: list[int]) -> Iterator[tuple[str, int, int]]:
-    """Every (attack, ring size, position)."""
+def cells(attacks: list[str], stages: list[int], only: int | None) -> Iterator[tuple[str, int, int]]:
+    """Every (attack, ring size, position), or of each attack only one position (the nearest it can have)."""
     for attack in attacks:
         for count in stages:
-            for at in positions(attack, count):
+            places = positions(attack, count)
+            for at in places if only is None else [min(places, key=lambda place: abs(place - only))]:
                 yield attack, count, at
 
 
@@ -187,6 +189,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--attacks", default=",".join(ATTACKS))
     parser.add_argument("--stages", default="2,3,4,5")
+    parser.add_argument("--at", type=int, help="only this position of the guilty stage")
     parser.add_argument("--world", default="sim", choices=["sim", "local"])
     parser.add_argument("--name", default="blame_matrix")
     options = parser.parse_args()
@@ -197,7 +200,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(options.model) if options.model else random_model(Path(folder))
         config = ModelConfig.from_pretrained(checkpoint)
-        for attack, stages, at in cells(options.attacks.split(","), [int(n) for n in options.stages.split(",")]):
+        for attack, stages, at in cells(
+            options.attacks.split(","), [int(n) for n in options.stages.split(",")], options.at
+        ):
             if (attack, stages, at) in there:
                 continue
             rows.append(cell(config, checkpoint, attack, stages, at, options.runs, options.world))

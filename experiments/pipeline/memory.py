@@ -4,9 +4,11 @@ Question: is the peak memory of stage i, above that of a bare process with torch
 caches and activations?
 Method: rings of real processes (`refimpl.pipeline.launch`), full caches: prompts that leave room for a few new tokens,
 read in chunks. Peak: `VmHWM` of each process after the answers. Activations: what is alive at the widest place of a
-layer in the largest pass, n (2 D + 4 I) numbers (the stream, its norm; gate, up, silu, their product). What is over is
-nearly the same for every model: the code of torch's kernels and of the HTTP server as it is first used (file pages,
-which the processes of a machine share), attention's own buffers, and where hops are signed the compiled proofs.
+layer in the largest pass, n (2 D + 4 I) numbers (the stream, its norm; gate, up, silu, their product). Two bare
+processes: one that has imported torch, and one that has also run one matrix product, attention, norm and activation of
+this dtype, so that the kernels' code is paged in (file pages, which the processes of a machine share). What is over is
+nearly the same for every model: that code, the modules of the HTTP server and of the signatures, attention's own
+buffers; and where hops are signed or tokens drawn at random, what is compiled for that and its compiler.
 Run: `python -m experiments.pipeline.memory [--model DIR]`. Results: `memory.md`, `memory.json`.
 """
 
@@ -29,12 +31,20 @@ from refimpl.pipeline.__main__ import arguments_of, node_file, prepared
 from refimpl.pipeline.launch import started
 
 PREFILL_TOKENS, CAPACITY_TOKENS, NEW = 128, 1024, 4
+KERNELS = """
+import torch, torch.nn.functional as F
+torch.set_num_threads(1)
+x, w = torch.ones(64, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)
+q = F.rms_norm(F.linear(x, w), (64,), w[0])[None, None]
+F.silu(F.scaled_dot_product_attention(q, q, q, is_causal=True)) * q
+torch.mv(w, x[0]), torch.mm(w, x[:8].t())
+"""
 PEAK = "print(next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')))"
 
 
-def bare_bytes() -> int:
-    """Peak of a process that has imported torch, and nothing else."""
-    said = subprocess.run([sys.executable, "-c", f"import torch; {PEAK}"], capture_output=True, text=True, check=True)
+def bare_bytes(done: str) -> int:
+    """Peak of a process that has done this, and nothing else."""
+    said = subprocess.run([sys.executable, "-c", f"{done}\n{PEAK}"], capture_output=True, text=True, check=True)
     return int(said.stdout) * 1024
 
 
@@ -43,11 +53,11 @@ def peak_bytes(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
-def measured(model: str, stages: int, *, rows: int, signed: bool) -> list[dict[str, Any]]:
-    """One ring; a row for each stage."""
-    bare = bare_bytes()
+def measured(model: str, stages: int, *, rows: int, more: tuple[str, ...]) -> list[dict[str, Any]]:
+    """One ring with `more` options; a row for each stage."""
+    bare, paged_in = bare_bytes("import torch"), bare_bytes(KERNELS)
     given = ["--model", model, "--stages", str(stages), "--rows", str(rows), "--new-tokens", str(NEW)]
-    options = arguments_of().parse_args([*given, "--capacity-tokens", str(CAPACITY_TOKENS), *["--signed"] * signed])
+    options = arguments_of().parse_args([*given, "--capacity-tokens", str(CAPACITY_TOKENS), *more])
     config = ModelConfig.from_pretrained(model)
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, config.vocabulary, (rows, CAPACITY_TOKENS - NEW)).tolist()
@@ -70,15 +80,17 @@ def measured(model: str, stages: int, *, rows: int, signed: bool) -> list[dict[s
         found.append(
             {
                 "model": Path(model).name,
-                "signed": signed,
+                "ring": " ".join(more) or "greedy, unsigned",
                 "stage": f"{at + 1} of {stages}",
                 "layers": f"{edges[at]}..{edges[at + 1] - 1}",
                 "weights_mb": weights / 1e6,
                 "cache_mb": cache / 1e6,
                 "activations_mb": activations / 1e6,
+                "sum_mb": ideal / 1e6,
                 "peak_above_bare_mb": (peak - bare) / 1e6,
-                "over_mb": (peak - bare - ideal) / 1e6,
                 "ratio": (peak - bare) / ideal,
+                "peak_above_paged_in_mb": (peak - paged_in) / 1e6,
+                "ratio_paged_in": (peak - paged_in) / ideal,
             }
         )
     return found
@@ -103,10 +115,6 @@ def medium_model(folder: Path) -> str:
     return str(save_checkpoint(random_decoder(config, seed=1, dtype=torch.bfloat16), folder / "random-24x1024"))
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
@@ -114,8 +122,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         medium = medium_model(Path(folder))
-        for model, signed in ((options.model, False), (medium, False), (medium, True)):
-            for row in measured(model, 2, rows=8, signed=signed):
+        plain, drawn, signed = (), ("--temperature", "0.7"), ("--signed",)
+        for model, more in ((options.model, plain), (options.model, drawn), (medium, plain), (medium, signed)):
+            for row in measured(model, 2, rows=8, more=more):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     file = Path(__file__).with_suffix(".json")

@@ -46,7 +46,7 @@ class TrialConfig:
     top_k: int = 128
     temperature: float = 1.0
     thresholds: Any = ReplaySettings().thresholds
-    relative_error_max: float = ReplaySettings().relative_error_max
+    difference_max: float = ReplaySettings().difference_max
     patience_s: float = 60.0
 
 
@@ -165,7 +165,7 @@ def _replay(config: TrialConfig) -> RingReplay:
         chunk_tokens=config.chunk_tokens,
         top_k=config.top_k,
         thresholds=config.thresholds,
-        relative_error_max=config.relative_error_max,
+        difference_max=config.difference_max,
     )
     return RingReplay(
         config.checkpoint,

@@ -43,8 +43,9 @@ class Made:
 
 
 class StageCompute:
-    """Layers `decoder.layer_range` with caches for `micro_batches` x `rows` sequences. `dtype`: what activations travel
-    in (None: the decoder's own); a stage that computes in another one is honest noise."""
+    """Layers `decoder.layer_range` with caches for `micro_batches` x `rows` sequences. `sampling`: how the last stage
+    draws (None: the likeliest token). `dtype`: what activations travel in (None: the decoder's own); a stage that
+    computes in another one is honest noise."""
 
     def __init__(
         self,
@@ -56,8 +57,6 @@ class StageCompute:
         sampling: Sampling | None,
         dtype: str | None = None,
     ) -> None:
-        if decoder.last and sampling is None:
-            raise ValueError("the last stage draws, and was given no sampling")
         self.decoder, self.sampling = decoder, sampling
         self.size: ModelSize = decoder.config.size(decoder.layer_range)
         self.caches: list[KVCache] = [
@@ -127,10 +126,12 @@ class StageCompute:
         at = torch.tensor([int(last) for last, row in zip(lasts, made.rows, strict=True) if row.draws])
         if not len(at):
             return np.zeros(0, np.int32), np.zeros(0, np.float32)
-        from refimpl.model.sampler import sample  # compiled, 60 MB: only the last stage draws
-
-        assert self.sampling is not None
         logits = self.decoder.logits(flat_D if len(at) == len(flat_D) else flat_D[at.to(flat_D.device)])
+        if self.sampling is None:
+            tokens, logprobs = likeliest(logits)
+            return tokens.to("cpu", torch.int32).numpy(), logprobs.cpu().numpy()
+        from refimpl.model.sampler import sample  # compiled, 130 MB with its compiler: only for who draws at random
+
         seeds = torch.tensor([row.seed for row in drawing], dtype=torch.int64)
         positions = torch.tensor([row.answered for row in drawing], dtype=torch.int64)
         tokens, logprobs = sample(logits, seeds.to(logits.device), positions.to(logits.device), self.sampling)
@@ -141,6 +142,17 @@ class StageCompute:
         if flat_D.dtype == torch.bfloat16:
             return flat_D.view(torch.int16).numpy().view(np.uint16)
         return flat_D.numpy()
+
+
+def likeliest(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `refimpl.model.sampler.sample` gives at temperature 0, without what that compiles: tokens, log-probabilities
+    (float32)."""
+    scores_BV = logits_BV.float()
+    best_B, tokens_B = scores_BV.max(dim=-1)
+    logprobs_B = best_B - scores_BV.logsumexp(dim=-1)
+    if not bool(logprobs_B.isfinite().all()):
+        raise ValueError("the logits have no finite log-softmax; expected numbers, none NaN or +inf")
+    return tokens_B, logprobs_B
 
 
 def _tensor(states: np.ndarray) -> torch.Tensor:
@@ -157,11 +169,11 @@ def bytes_per_token(hidden: int, dtype: str) -> int:
 
 def toploc_commit(hidden: int, dtype: str, *, chunk_tokens: int, top_k: int) -> Commit:
     """Commitment to one chunk's bytes: the TOPLOC proof of its activations, rounded to bfloat16 where they are not."""
-    from refimpl.toploc.proof import build_proofs  # compiled, 60 MB: only where a ring is signed
-
     kind = torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
     def commit(data: bytes) -> bytes:
+        from refimpl.toploc.proof import build_proofs  # compiled, 130 MB with its compiler: only where a ring is signed
+
         states_TD = torch.frombuffer(bytearray(data), dtype=kind).view(-1, hidden).to(torch.bfloat16)
         (proof,) = build_proofs(states_TD, chunk_tokens=chunk_tokens, top_k=top_k)
         return proof.encode()
@@ -207,9 +219,11 @@ def torch_parts(
     return Parts(checkpoint=checkpoint or content_hash(path), load=load, commit=commit)
 
 
-def _sampling(plan: RingPlan, vocabulary: int) -> Sampling:
-    """How the last stage draws; tried out once, so that what is compiled on first use is compiled while the ring forms
-    and not while the first tokens are waited for."""
+def _sampling(plan: RingPlan, vocabulary: int) -> Sampling | None:
+    """How the last stage draws (None: greedily); tried out once, so that what is compiled on first use is compiled as
+    the ring forms and not while the first tokens are waited for."""
+    if plan.sampling_temperature == 0:
+        return None
     from refimpl.model.sampler import Sampling, sample
 
     sampling = Sampling(temperature=plan.sampling_temperature, top_k=plan.sampling_top_k, top_p=plan.sampling_top_p)

@@ -25,6 +25,7 @@ from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
 from refimpl.pipeline.blame import Exhibit, Receipt, Verdict, leaf_of, settle
 from refimpl.pipeline.formation import Formation, drawn_digest, token_rows, verify_link
+from refimpl.pipeline.judge import about
 from refimpl.pipeline.messages import (
     Announce,
     AskEvidence,
@@ -286,7 +287,7 @@ class Head:
         drawn = self.drawn.get(message.epoch, [])
         digests = {exhibit.signed.digest.number: exhibit.signed for exhibit in drawn}
         wanted = [e for e in drawn if e.row >= 0 and e.leaves[e.row].request in message.requests]
-        return Evidence(own.said, tuple(digests.values()), tuple(wanted))
+        return Evidence(own.said, about(message.requests, digests.values()), tuple(wanted))
 
     def remove(self, name: str) -> None:
         """A verdict on a finished answer: this node is out, and its seat goes to another."""

@@ -10,7 +10,7 @@ show in its defence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from refimpl.pipeline.blame import Commitment, SignedDigest, Verdict, Verify
@@ -71,6 +71,12 @@ def shown_commitments(
         if (digest.ring, digest.epoch, digest.sender) == (ring, epoch, sender) and signed.holds(verify):
             shown.update({(c.request, c.chunk): c for c in digest.commitments})
     return shown
+
+
+def about(requests: Iterable[int], digests: Iterable[SignedDigest]) -> tuple[SignedDigest, ...]:
+    """Those that commit to something of these requests: a judgement needs no others, and a ring signs many."""
+    wanted = set(requests)
+    return tuple(s for s in digests if any(c.request in wanted for c in s.digest.commitments))
 
 
 def disowned(stated: Mapping[Chunk, Commitment], shown: Mapping[Chunk, Commitment]) -> Chunk | None:

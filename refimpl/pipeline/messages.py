@@ -207,7 +207,7 @@ class AskEvidence(Message):
     """Verifier -> stage: what did you sign, what did your predecessor, and what did it send you of these requests?"""
 
     epoch: int
-    requests: tuple[int, ...]  # whose bytes are wanted too; digests always come
+    requests: tuple[int, ...]
 
 
 @wire
@@ -215,7 +215,7 @@ class AskEvidence(Message):
 class Evidence(Message):
     """A stage's evidence about one epoch. The head's is about the last stage: the tokens that it drew."""
 
-    said: tuple[SignedDigest, ...]  # its own digests
+    said: tuple[SignedDigest, ...]  # its own digests that commit to something of the requests
     received: tuple[SignedDigest, ...]  # its predecessor's
     exhibits: tuple[Exhibit, ...]  # the bytes asked for, as the predecessor signed them
 

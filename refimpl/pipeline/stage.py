@@ -25,6 +25,7 @@ from refimpl.messages import Message, Ok
 from refimpl.pipeline.blame import Commit, Complaint, Receipt
 from refimpl.pipeline.formation import Compute, Formation, Parts
 from refimpl.pipeline.hops import BadHop
+from refimpl.pipeline.judge import about
 from refimpl.pipeline.messages import (
     VERSION,
     Announce,
@@ -380,11 +381,11 @@ class Stage:
     def evidence(self, message: AskEvidence) -> Evidence:
         """What this stage can show of an epoch. Raises `Refused` where it has nothing of it."""
         ring = self._past.get(message.epoch) or self._ring(message.epoch)
-        said = () if ring.sender is None else tuple(ring.sender.said)
+        said = () if ring.sender is None else about(message.requests, ring.sender.said)
         if ring.receiver is None:
             return Evidence(said, (), ())
         exhibits = [e for request in message.requests for e in ring.receiver.defence(request)]
-        return Evidence(said, tuple(ring.receiver.digests()), tuple(exhibits))
+        return Evidence(said, about(message.requests, ring.receiver.digests()), tuple(exhibits))
 
     async def _forget(self, source: str, message: Forget) -> Message:
         for ring in (self.formation, *self._past.values()):

@@ -16,6 +16,8 @@ from refimpl.pipeline.timing import cycle_s
 TOLD = ("size", "cuts", "micro_batches", "rows")
 OF_ROUND = ("tokens", "seconds", "cycle_s", "seats", "tau_ms", "hop_ms", "bound_tokens_per_s")
 LATENCIES_MS = [0.1 * 1.25**step for step in range(36)]
+MICRO_BATCHES = range(1, 17)
+STAGES = range(1, 13)
 
 
 class PipelineTally:
@@ -147,29 +149,53 @@ def _number(value: float | None) -> str:
 
 
 def _plot(path: Path, tally: PipelineTally) -> None:
-    """Left: each ring's tokens/s and its bound. Right: its bound over hop latency, and where it stands."""
+    """Tokens/s of each ring and its bound; then its bound over hop latency, micro-batches and stages, and where it is
+    (dots)."""
     rows = [row for row in tally.rows if row["tokens_per_s"] is not None]
-    figure, (bars, curves) = plt.subplots(1, 2, figsize=(13, 0.5 * len(rows) + 3.2), layout="constrained")
+    figure, panels = plt.subplots(2, 2, figsize=(14, 0.4 * len(rows) + 7.5), layout="constrained")
+    (bars, latencies), (batches, stages) = panels
     for at, row in enumerate(rows):
-        colour = f"C{at % 10}"
-        bars.barh(at, row["tokens_per_s"], color=colour, height=0.6)
+        colour, speed = f"C{at % 10}", row["tokens_per_s"]
+        bars.barh(at, speed, color=colour, height=0.6)
         bars.plot([row["bound_tokens_per_s"]] * 2, [at - 0.42, at + 0.42], color="#222", lw=2)
-        taus_s, hops_s = [t / 1e3 for t in row["tau_ms"]], [h / 1e3 for h in row["hop_ms"]]
-        batch, count = row["micro_batches"] * row["rows"], len(taus_s)
-        line = [batch / cycle_s(taus_s, [ms / 1e3] * count, row["micro_batches"]) for ms in LATENCIES_MS]
-        curves.plot(LATENCIES_MS, line, color=colour, lw=1.2)
-        curves.plot(max(0.1, 1e3 * sum(hops_s) / count), row["tokens_per_s"], "o", color=colour)
+        count, chosen = len(row["tau_ms"]), row["micro_batches"]
+        mean_ms = sum(row["hop_ms"]) / count
+        for axis, places, line, here in (
+            (latencies, LATENCIES_MS, [_bound(row, chosen, hop_ms=ms) for ms in LATENCIES_MS], max(0.1, mean_ms)),
+            (batches, MICRO_BATCHES, [_bound(row, number) for number in MICRO_BATCHES], chosen),
+            (stages, STAGES, [_bound(row, chosen, stages=number, hop_ms=mean_ms) for number in STAGES], count),
+        ):
+            axis.plot(places, line, color=colour, lw=1.2)
+            axis.plot(here, speed, "o", color=colour)
     labels = [f"{r['ring']}\n{r['size']}, {len(r['stages'])} stages, {r['micro_batches']} x {r['rows']}" for r in rows]
     bars.set_yticks(range(len(rows)), labels, fontsize=8)
     bars.invert_yaxis()
     bars.set_xscale("log")
     bars.set_xlabel("tokens/s, all sequences together (bar: measured; black: bound)")
-    curves.set_xscale("log")
-    curves.set_yscale("log")
-    curves.set_xlabel("one hop (ms); dots: measured, at the ring's mean hop")
-    curves.set_ylabel("tokens/s; lines: bound M m / max(M τ, Σ (τ + λ))")
-    for axis in (bars, curves):
+    for axis, label in (
+        (latencies, "one hop (ms); dots: measured, at the ring's mean hop"),
+        (batches, "micro-batches M, each of the ring's rows"),
+        (stages, "stages N; lines: the ring's layers over N equal stages of its mean hop"),
+    ):
+        axis.set_xscale("log" if axis is latencies else "linear")
+        axis.set_yscale("log")
+        axis.set_xlabel(label)
+        axis.set_ylabel("tokens/s; lines: bound M m / max(M τ, Σ (τ + λ))")
+    for axis in panels.flat:
         axis.grid(alpha=0.25)
     figure.suptitle(f"{tally.name}: rings against their bounds")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _bound(
+    row: Mapping[str, Any], micro_batches: int, *, stages: int | None = None, hop_ms: float | None = None
+) -> float:
+    """M m / C of this ring with other micro-batches, all hops alike, or its work spread over so many equal stages."""
+    taus_s, hops_s = [t / 1e3 for t in row["tau_ms"]], [h / 1e3 for h in row["hop_ms"]]
+    if stages is not None:
+        taus_s = [sum(taus_s) / stages] * stages
+    if hop_ms is not None:
+        hops_s = [hop_ms / 1e3] * len(taus_s)
+    batch: int = micro_batches * row["rows"]
+    return batch / cycle_s(taus_s, hops_s, micro_batches)
