@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ def main() -> int:
         figures = run(options.kills, options.seed, options.steps, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    text = json.dumps({"seed": options.seed, "steps": options.steps, **asdict(figures)}, indent=2)
+    text = json.dumps({"seed": options.seed, "steps": options.steps, **vars(figures)}, indent=2)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
