@@ -23,13 +23,11 @@ import torch
 
 from refimpl.engine import Replay
 from refimpl.model.sampler import Sampling
+from refimpl.toploc.one_pass import read_replays
 from refimpl.toploc.proof import CHUNK_TOKENS
-from refimpl.toploc.sampling_proof import margins_and_exposures
 
 Needs = Literal["states", "logits", "generation"]
 """What of the verifier's own model a check reads. Each includes what is before it."""
-
-LOGIT_ROWS = 64  # rows of the vocabulary-wide table made at a time
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,31 +55,18 @@ class Case:
     replay_again: Callable[[], Replay] | None = None  # for checks that want the logits themselves
 
 
-def open_answer(replay: Replay, seed: int, sampling: Sampling, *, logits: bool = True) -> Opened:
-    """Everything that needs the right model, in one pass over its logits: they are large."""
-    columns: list[tuple[torch.Tensor, ...]] = []
-    ends = sorted(replay.model.config.eos_ids)
-    temperature = sampling.temperature or 1.0
-    for start in range(0, len(replay.tokens) if logits else 0, LOGIT_ROWS):
-        tokens_N = replay.tokens[start : start + LOGIT_ROWS]
-        logits_NV = replay.logits(start, start + len(tokens_N))
-        places_N = torch.arange(start, start + len(tokens_N), device=logits_NV.device)
-        margin_N, exposure_N = margins_and_exposures(
-            logits_NV, tokens_N, torch.full_like(tokens_N, seed), places_N, sampling, "distance"
+def open_answers(replays: Sequence[Replay], seeds: Sequence[int], sampling: Sampling) -> list[Opened]:
+    """Everything that needs the right model, in one pass over the logits of all these answers."""
+    return [
+        Opened(
+            states=replay.states,
+            margins=reading.margins,
+            exposures=reading.exposures,
+            probabilities=reading.probabilities,
+            end_probability=float(reading.end_probabilities[-1]) if len(replay.tokens) else math.nan,
         )
-        log_norm_N = (logits_NV / temperature).logsumexp(-1)
-        chosen_N = (logits_NV.gather(1, tokens_N[:, None])[:, 0] / temperature - log_norm_N).exp()
-        end_N = (logits_NV[:, ends] / temperature - log_norm_N[:, None]).exp().sum(-1)
-        columns.append((margin_N, exposure_N, chosen_N, end_N))
-    parts = [torch.cat(column) for column in zip(*columns, strict=True)] if columns else [torch.zeros(0)] * 4
-    margins, exposures, chosen, end = (part.double().cpu().numpy() for part in parts)
-    return Opened(
-        states=replay.states,
-        margins=margins,
-        exposures=exposures,
-        probabilities=np.clip(chosen, 0.0, 1.0),
-        end_probability=float(end[-1]) if len(end) else math.nan,
-    )
+        for replay, reading in zip(replays, read_replays(replays, seeds, sampling), strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ def _nucleus(scaled_BV: Tensor, top_p: float) -> Tensor:
         return _nucleus_of_sorted(scaled_BV.sort(dim=-1, descending=True).values, top_p)
     cut_B = np.empty(scaled_BV.shape[0], dtype=np.float32)
     logsumexp_B = torch.logsumexp(scaled_BV, dim=-1).numpy()
-    _nucleus_kernel(scaled_BV.contiguous().numpy(), chunk_tops(scaled_BV).numpy(), logsumexp_B, top_p, cut_B)
+    nucleus_kernel(scaled_BV.contiguous().numpy(), chunk_tops(scaled_BV).numpy(), logsumexp_B, top_p, cut_B)
     return torch.from_numpy(cut_B)
 
 
@@ -103,7 +103,7 @@ def _nucleus_of_sorted(sorted_BK: Tensor, top_p: float) -> Tensor:
 
 
 @njit(cache=True)
-def _nucleus_kernel(
+def nucleus_kernel(
     scaled_BV: FloatArray, tops_BC: FloatArray, logsumexp_B: FloatArray, top_p: float, cut_B: FloatArray
 ) -> None:
     """Sum probabilities into bins of z, find the bin in which they reach `top_p`, and sort that bin's tokens only.
@@ -204,14 +204,14 @@ def impurity(scaled_BV: Tensor, cut_B: Tensor) -> Tensor:
     """
     if scaled_BV.device.type == "cpu":
         impurity_B = np.empty(scaled_BV.shape[0], dtype=np.float32)
-        _impurity_kernel(scaled_BV.contiguous().numpy(), chunk_tops(scaled_BV).numpy(), cut_B.numpy(), impurity_B)
+        impurity_kernel(scaled_BV.contiguous().numpy(), chunk_tops(scaled_BV).numpy(), cut_B.numpy(), impurity_B)
         return torch.from_numpy(impurity_B)
     kept_BV = scaled_BV.masked_fill(scaled_BV < cut_B[:, None], -math.inf)
     return 1 - torch.softmax(kept_BV, dim=-1).square().sum(dim=-1)
 
 
 @njit(cache=True)
-def _impurity_kernel(scaled_BV: FloatArray, tops_BC: FloatArray, cut_B: FloatArray, impurity_B: FloatArray) -> None:
+def impurity_kernel(scaled_BV: FloatArray, tops_BC: FloatArray, cut_B: FloatArray, impurity_B: FloatArray) -> None:
     """Leaves out tokens e^-TAIL times as likely as the likeliest: together less than 0.02 of 152 064."""
     for b in range(scaled_BV.shape[0]):
         top, total, squares = np.float64(tops_BC[b].max()), 0.0, 0.0

@@ -111,12 +111,12 @@ def race_cpu(scaled_BV: Tensor, cut_B: Tensor, seeds_B: Tensor, positions_B: Ten
     scaled, tops, cut, seeds, positions = (
         rows.contiguous().numpy() for rows in (scaled_BV, chunk_tops(scaled_BV), cut_B, seeds_B, positions_B)
     )
-    _race_kernel(scaled, tops, cut, seeds, positions, gumbel_table(), winner_B, best_B)
+    race_kernel(scaled, tops, cut, seeds, positions, gumbel_table(), winner_B, best_B)
     return torch.from_numpy(winner_B), torch.from_numpy(best_B)
 
 
 @njit(cache=True)
-def _race_kernel(
+def race_kernel(
     scaled_BV: FloatArray,
     tops_BC: FloatArray,
     cut_B: FloatArray,
