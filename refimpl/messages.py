@@ -502,6 +502,7 @@ class RecordVerdict(Message):
     units: float  # verified work, credited when accepted
     validator_key: str = ""
     signature: bytes = b""  # by the validator's key, over `record_bytes`
+    hard: bool = True  # of a rejection: the stake is slashed; a soft one only goes without pay
 
 
 def record_bytes(record: RecordVerdict) -> bytes:

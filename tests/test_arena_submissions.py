@@ -30,6 +30,7 @@ def test_it_meets_the_right_word_and_gains_nothing(
     judged = try_submissions(engines, attack, *answered)
     assert {verdict.code for verdict in judged.verdicts} <= line.codes, [v.reason for v in judged.verdicts]
     assert (judged.credited, judged.credited_twice) == (line.credited, 0)
+    assert (CHEAT.public_key in judged.invalidated) == line.soft and not (line.soft and judged.slashed)
     assert HONEST.public_key not in judged.slashed, "what somebody else sends in your name is not your guilt"
     assert all(verdict.reason for verdict in judged.verdicts)
 
@@ -39,3 +40,14 @@ def test_the_second_of_a_pair_is_known(
 ) -> None:
     verdicts = try_submissions(engines, "replayed", *answered).verdicts
     assert [verdict.duplicate for verdict in verdicts] == [False] * BATCH + [True] * BATCH
+
+
+def test_a_soft_word_costs_the_pay_and_not_the_stake(
+    engines: RealEngines, answered: tuple[list[Submission], list[Submission]]
+) -> None:
+    hard = try_submissions(engines, "proof-of-another", *answered)
+    soft = try_submissions(engines, "proof-of-another", *answered, soft=frozenset({"mismatch", "drift"}))
+    assert {v.code for v in soft.verdicts} == {v.code for v in hard.verdicts} <= {"mismatch", "drift"}
+    assert (hard.slashed, hard.invalidated) == (frozenset({CHEAT.public_key}), frozenset())
+    assert (soft.slashed, soft.invalidated) == (frozenset(), frozenset({CHEAT.public_key}))
+    assert soft.credited == 0

@@ -12,6 +12,7 @@ import pytest
 from refimpl.grpo.messages import Offer, SlotGiven
 from refimpl.grpo.rollout import Sample
 from refimpl.training.bench import Bench, packed
+from refimpl.training.cheats import CHEATS
 from refimpl.training.watch import idle_shares, overlap_share
 from tests.training_run import scores, small_plan
 
@@ -82,6 +83,15 @@ def test_whatever_is_not_as_the_slot_has_it_is_named(
     edit: Callable[[list[Sample]], list[Sample]], code: str, bench: Bench, honest: list[Sample]
 ) -> None:
     assert code_of(bench, edit(honest)) == code
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code"), [("rewards-inverted", "wrong_reward"), ("answers-picked", "wrong_seed")]
+)
+def test_a_forged_reward_and_a_picked_answer_are_named(behaviour: str, code: str, bench: Bench) -> None:
+    """A picked answer is the right model's, with right proofs and its true reward: only the seed tells."""
+    made = CHEATS[behaviour](bench).make(SLOT, KEY, 0)
+    assert code_of(bench, made.rows) == code
 
 
 def test_a_unit_of_another_slot_is_refused(bench: Bench, honest: list[Sample]) -> None:

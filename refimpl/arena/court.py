@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ class Judged:
     credited: int  # answers that the ledger was told to credit
     credited_twice: int  # of these, the same answer again
     slashed: frozenset[str]  # public keys
+    invalidated: frozenset[str]  # public keys whose work was turned down softly
 
 
 def sign(submission: Submission, identity: Identity = CHEAT) -> Submission:
@@ -56,8 +57,14 @@ def _choice(engines: RealEngines, address: str) -> Choice:
     return choose_problems(address, step=0, counter=1, dataset_length=engines.problem_count, count=BATCH)
 
 
-def try_submissions(engines: RealEngines, attack: str, own: list[Submission], others: list[Submission]) -> Judged:
-    """Send what `attack` sends, one after another, to a new validator."""
+def try_submissions(
+    engines: RealEngines,
+    attack: str,
+    own: list[Submission],
+    others: list[Submission],
+    soft: frozenset[str] = frozenset(),
+) -> Judged:
+    """Send what `attack` sends, one after another, to a new validator. `soft`: words that cost no stake."""
     fabric = LocalFabric(run_seed=1)
     records: list[RecordVerdict] = []
     ledger, worker, judge = (fabric.node(name) for name in ("ledger", "worker", "validator"))
@@ -79,6 +86,9 @@ def try_submissions(engines: RealEngines, attack: str, own: list[Submission], ot
         checkpoint=engines.checkpoint,
         vocabulary=engines.vocabulary,
         answer_tokens_max=engines.agreement.answer_tokens_max,
+        group=BATCH,
+        grace_s=SUBMISSION_ATTACKS[attack].grace_s,
+        soft=soft,
     )
     checker = engines.checker(SwarmPlan(run_seed=1, agreement=engines.agreement, assignments=1))
     me = Identity.from_seed(1, "validator")
@@ -90,6 +100,7 @@ def try_submissions(engines: RealEngines, attack: str, own: list[Submission], ot
         judge.spawn(validator.run(), "validator")
         sent = SUBMISSION_ATTACKS[attack].send(own, others, sign)
         verdicts = [await worker.call("validator", submission, 300.0) for submission in sent]
+        await worker.sleep(3 * config.grace_s)
         validator.stop()
         return verdicts
 
@@ -102,5 +113,20 @@ def _summed(verdicts: Sequence[Verdict], records: Sequence[RecordVerdict]) -> Ju
         verdicts=tuple(verdicts),
         credited=len(accepted),
         credited_twice=len(accepted) - len(set(accepted)),
-        slashed=frozenset(record.public_key for record in records if not record.accepted),
+        slashed=frozenset(record.public_key for record in records if not record.accepted and record.hard),
+        invalidated=frozenset(record.public_key for record in records if not record.accepted and not record.hard),
     )
+
+
+def table(engines: RealEngines) -> Iterator[str]:
+    """A row of Markdown for each attack: what it sends, the words it meets, what is credited."""
+    own, others = assignment(engines, CHEAT), assignment(engines, HONEST)
+    yield "| attack | what it does | saves | answers sent | words it meets | credited | its stake |"
+    yield "| " + " | ".join(["---"] * 7) + " |"
+    for name, line in SUBMISSION_ATTACKS.items():
+        judged = try_submissions(engines, name, own, others)
+        words = ", ".join(dict.fromkeys(verdict.code for verdict in judged.verdicts))
+        mine = CHEAT.public_key
+        stake = "slashed" if mine in judged.slashed else "kept, work not paid" if mine in judged.invalidated else "kept"
+        what = (line.send.__doc__ or name).strip().rstrip(".")
+        yield f"| {name} | {what} | {line.saves} | {len(judged.verdicts)} | {words} | {judged.credited} | {stake} |"

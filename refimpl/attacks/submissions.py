@@ -28,6 +28,8 @@ class SubmissionAttack:
     saves: str
     codes: frozenset[str]  # any of these is right; empty: only that nothing is credited twice
     credited: int  # answers that may be credited
+    grace_s: float = 0.0  # that the validator gives groups where this is tried; 0: it does not look at groups
+    soft: bool = False  # nobody is slashed
 
 
 def replayed(own: Signed, others: Signed, sign: Callable[[Submission], Submission]) -> list[Submission]:
@@ -69,6 +71,11 @@ def second_thoughts(own: Signed, others: Signed, sign: Callable[[Submission], Su
 def picked_problem(own: Signed, others: Signed, sign: Callable[[Submission], Submission]) -> list[Submission]:
     """Answers the problem that it likes best at every place."""
     return [sign(replace(own[0], index=mine.index)) for mine in own[1:]]
+
+
+def problems_left_out(own: Signed, others: Signed, sign: Callable[[Submission], Submission]) -> list[Submission]:
+    """Answers the half of its problems that it likes, and not the others."""
+    return own[: len(own) // 2]
 
 
 def invented_assignment(own: Signed, others: Signed, sign: Callable[[Submission], Submission]) -> list[Submission]:
@@ -145,6 +152,14 @@ SUBMISSION_ATTACKS: dict[str, SubmissionAttack] = {
     "proof-of-another": _line(proof_of_another, "nothing: shows a hole", tuple(WRONG)),
     "second-thoughts": _line(second_thoughts, "a choice among answers", ("ok", "second_answer"), credited=4),
     "problems-picked": _line(picked_problem, "short or easy problems", ("wrong_problem", "second_answer")),
+    "problems-left-out": SubmissionAttack(
+        send=problems_left_out,
+        saves="short or easy problems",
+        codes=frozenset({"ok"}),
+        credited=0,
+        grace_s=0.3,
+        soft=True,
+    ),
     "invented-assignment": _line(invented_assignment, "a choice of problems", ("wrong_problem",)),
     "another-step": _line(another_step, "a download", ("wrong_problem",)),
     "another-version": _line(another_version, "a download", ("wrong_checkpoint",)),

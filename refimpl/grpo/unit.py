@@ -32,6 +32,7 @@ CODES = {
     "bad_answer": "too long, or with tokens after its end, or cut short",
     "wrong_reward": "not the rewards or advantages that the verifier gives",
     "bad_proof": "the proofs do not fit the answers",
+    "wrong_seed": "tokens that the slot's seeds do not give",
     "no_weights": "the checker does not hold these weights: nothing is said",
     "no_verdict": "the check itself failed: nothing is said",
 }

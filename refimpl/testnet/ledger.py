@@ -46,6 +46,7 @@ class AccountState:
     slashed: float = 0.0
     accepted: int = 0
     rejected: int = 0
+    invalidated: int = 0  # softly: not paid, and nothing else
     ejected: bool = False
     judged: set[str] = field(default_factory=set)  # ids of submissions that were credited or slashed
 
@@ -60,6 +61,8 @@ class Ledger(Protocol):
     def credit(self, public_key: str, submission_id: str, units: float) -> bool: ...
 
     def slash(self, public_key: str, submission_id: str) -> bool: ...
+
+    def invalidate(self, public_key: str, submission_id: str) -> bool: ...
 
 
 class MemoryLedger:
@@ -109,4 +112,13 @@ class MemoryLedger:
             account.ejected = True
             if self.rules.forfeit:
                 account.forfeited, account.earned = account.forfeited + account.earned, 0.0
+        return True
+
+    def invalidate(self, public_key: str, submission_id: str) -> bool:
+        """A soft rejection: this submission will never be paid. False: it was judged before."""
+        account = self.account(public_key)
+        if submission_id in account.judged:
+            return False
+        account.judged.add(submission_id)
+        account.invalidated += 1
         return True

@@ -62,6 +62,9 @@ class Registry:
         was_ejected = before.ejected
         if message.accepted:
             self._or_refuse(lambda: self.ledger.credit(key, submission, message.units))
+        elif not message.hard:
+            if self._or_refuse(lambda: self.ledger.invalidate(key, submission)):
+                self.journal("invalidated", public_key=key, submission=submission, code=message.code)
         elif self._or_refuse(lambda: self.ledger.slash(key, submission)):
             account = self._account(key)
             lost = account.forfeited if account.ejected and not was_ejected else 0.0

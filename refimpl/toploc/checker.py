@@ -1,14 +1,15 @@
-"""TOPLOC as the validator's check: one prefill with the right model, then proof against replay."""
+"""The validator's check: one prefill with the right model, then TOPLOC's proof against replay, then the text itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from refimpl.messages import Submission
 from refimpl.toploc.check import PRESETS, Thresholds, Verification, verify_proofs
 from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, BadProof, Mode, Proof, chunk_count
+from refimpl.toploc.text_check import TextRules, check_texts
 from refimpl.work import Several, Verify, Work
 
 
@@ -37,8 +38,18 @@ class CheckerConfig:
 class ToplocChecker:
     """`validator.Checker` with a real model."""
 
-    def __init__(self, engine: Replayer, config: CheckerConfig, *, hidden: int) -> None:
+    def __init__(
+        self,
+        engine: Replayer,
+        config: CheckerConfig,
+        *,
+        hidden: int,
+        text: TextRules | None = None,
+        seed_of: Callable[[Submission], int] = lambda submission: 0,
+    ) -> None:
+        """`text`: what is asked of tokens beside their proofs; `seed_of`: what an answer was to be drawn with."""
         self.engine, self.config, self.hidden = engine, config, hidden
+        self.text, self.seed_of = text, seed_of
 
     def precheck(self, submission: Submission) -> tuple[str, str] | None:
         config = self.config
@@ -65,21 +76,27 @@ class ToplocChecker:
     def check(
         self, prompts: Sequence[Sequence[int]], submissions: Sequence[Submission]
     ) -> list[Verification | Exception]:
-        config = self.config
         replays = self.engine.replay(prompts, [submission.tokens for submission in submissions])
         outcomes: list[Verification | Exception] = []
         for submission, replay in zip(submissions, replays, strict=True):
             try:
-                outcomes.append(
-                    verify_proofs(
-                        replay.states,
-                        submission.proofs,
-                        mode=config.mode,
-                        thresholds=config.thresholds,
-                        chunk_tokens=config.chunk_tokens,
-                        top_k=config.top_k,
-                    )
-                )
+                outcomes.append(self._held(submission, replay))
             except Exception as error:  # one submission's check must not take its neighbours along
                 outcomes.append(error)
         return outcomes
+
+    def _held(self, submission: Submission, replay: Any) -> Verification:
+        """Proof against replay; then, of what passed, the text."""
+        config = self.config
+        found = verify_proofs(
+            replay.states,
+            submission.proofs,
+            mode=config.mode,
+            thresholds=config.thresholds,
+            chunk_tokens=config.chunk_tokens,
+            top_k=config.top_k,
+        )
+        if self.text is None or not found.accepted:
+            return found
+        (wrong,) = check_texts([replay], [self.seed_of(submission)], self.text)
+        return found if wrong is None else replace(found, accepted=False, reason=f"{wrong[0]}: {wrong[1]}")

@@ -1,8 +1,10 @@
 """The validator: replays each submission with the right model and says accept or reject, with a reason.
 
 Takes `Submission`, answers with `Verdict`, tells the ledger by `RecordVerdict`. Follows the INTELLECT-2 validator:
-cheap checks first, then one prefill over prompt and answer, then TOPLOC. A submission is judged once: the same content
-again gets the verdict from before. A check that breaks is no verdict, about nobody.
+cheap checks first, then one prefill over prompt and answer, then TOPLOC, then the text itself (how it ends, whether the
+seed gives it). A submission is judged once: the same content again gets the verdict from before. A check that breaks is
+no verdict, about nobody. A rejection is hard (the stake is slashed) or soft (no pay); answers of a group may count only
+together (`toploc.groups`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from refimpl.messages import (
     record_bytes,
     submission_bytes,
 )
+from refimpl.toploc.groups import Groups
 from refimpl.work import Work
 from refimpl.world import CallError, World
 
@@ -49,6 +52,9 @@ CODES = {
     "short_chunk": "a chunk with fewer numbers than a published proof binds",
     "mismatch": "too many activations differ by a factor of two or in sign",
     "drift": "activations differ more than honest noise allows",
+    "bad_ending": "cut short, gone on after its end, or ended where the model would not end",
+    "wrong_seed": "tokens that the assignment's seed does not give",
+    "incomplete_group": "the rest of its assignment never came",
     "no_verdict": "the check itself failed",
 }
 """Every word a verdict may carry."""
@@ -106,7 +112,14 @@ class ValidatorConfig:
     vocabulary: int
     answer_tokens_max: int
     batch: int = 8  # submissions replayed together
+    soft: frozenset[str] = frozenset()  # words of `CODES` whose rejections cost no stake
+    group: int = 1  # answers of an assignment
+    grace_s: float = 0.0  # for the rest of a group, from its first verdict; 0: each answer is credited by itself
     patience: Patience = Patience()
+
+    def __post_init__(self) -> None:
+        if not self.soft <= CODES.keys():
+            raise ValueError(f"soft has {sorted(self.soft - CODES.keys())}; expected words of {', '.join(CODES)}")
 
 
 class Validator:
@@ -133,6 +146,7 @@ class Validator:
         self._judged: dict[str, Any] = {}  # submission id -> signal set when judged
         self._slots: dict[tuple[str, int, int, int], str] = {}  # (key, step, counter, index) -> submission id
         self._standing: dict[str, Account] = {}  # by public key, as the ledger last said
+        self._groups: Groups[RecordVerdict] | None = Groups(config.group, config.grace_s) if config.grace_s else None
 
     def serve(self) -> None:
         self.world.serve({Submission: self.submit})
@@ -183,6 +197,8 @@ class Validator:
         return "the account was ejected" if self._standing[public_key].ejected else None
 
     async def run(self) -> None:
+        if self._groups is not None:
+            self.world.spawn(self._close_groups(self._groups), "groups")
         while not self.stopped:
             await self._arrived.wait()
             self._arrived = self.world.signal()
@@ -276,25 +292,54 @@ class Validator:
             mean_errors=[round(min(score.mantissa_mean, 999.0), 4) for score in scores],
             median_errors=[min(score.mantissa_median, 999.0) for score in scores],
         )
-        if verdict.decided:
-            units = float(submission.tokens.size) if verdict.accepted else 0.0
-            unsigned = RecordVerdict(
-                submission.public_key,
-                verdict.submission_id,
-                verdict.accepted,
-                verdict.code,
-                units,
-                self.identity.public_key,
-            )
-            signature = self.identity.sign(record_bytes(unsigned), domain=RECORD)
-            record = dataclasses.replace(unsigned, signature=signature)
-            try:
-                account = await call_patiently(self.world, self.config.ledger, record, self.config.patience)
-                self._standing[submission.public_key] = account
-            except CallError as error:
-                self.journal("unrecorded", submission=verdict.submission_id, reason=error.reason)
+        for entry in self._entries(submission, verdict):
+            await self._tell_ledger(entry)
         self._verdicts[verdict.submission_id] = verdict
         self._judged[verdict.submission_id].set()
+
+    def _entries(self, submission: Submission, verdict: Verdict) -> list[RecordVerdict]:
+        """What the ledger is told now: this verdict, or where groups count, the credits of a group that is complete."""
+        record = self._record(submission, verdict)
+        if self._groups is None:
+            return [record] if verdict.decided else []
+        name = (submission.public_key, submission.step, submission.counter)
+        credit = record if verdict.accepted else None
+        ready, late = self._groups.judged(name, submission.index, credit, self.world.now())
+        rejected = [record] if verdict.decided and not verdict.accepted else []
+        return [*rejected, *ready, *map(_incomplete, late)]
+
+    def _record(self, submission: Submission, verdict: Verdict) -> RecordVerdict:
+        """What the ledger is to enter, unsigned."""
+        return RecordVerdict(
+            submission.public_key,
+            verdict.submission_id,
+            verdict.accepted,
+            verdict.code,
+            float(submission.tokens.size) if verdict.accepted else 0.0,
+            hard=verdict.code not in self.config.soft,
+            validator_key=self.identity.public_key,
+        )
+
+    async def _tell_ledger(self, unsigned: RecordVerdict) -> None:
+        signature = self.identity.sign(record_bytes(unsigned), domain=RECORD)
+        record = dataclasses.replace(unsigned, signature=signature)
+        try:
+            account = await call_patiently(self.world, self.config.ledger, record, self.config.patience)
+            self._standing[record.public_key] = account
+        except CallError as error:
+            self.journal("unrecorded", submission=record.submission_id, reason=error.reason)
+
+    async def _close_groups(self, groups: Groups[RecordVerdict]) -> None:
+        """Invalidate, softly, what is left of groups whose grace is over."""
+        while not self.stopped:
+            await self.world.sleep(self.config.grace_s / 2)
+            for entry in groups.overdue(self.world.now()):
+                await self._tell_ledger(_incomplete(entry))
+
+
+def _incomplete(credit: RecordVerdict) -> RecordVerdict:
+    """The entry for an accepted answer whose group never came whole."""
+    return dataclasses.replace(credit, accepted=False, code="incomplete_group", units=0.0, hard=False)
 
 
 def _no_verdict(identifier: str, error: Exception) -> Verdict:

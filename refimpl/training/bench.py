@@ -30,6 +30,8 @@ from refimpl.tasks.table import find_task
 from refimpl.testnet.problems import choose_problems
 from refimpl.tokenizer import chat_ids, load_tokenizer
 from refimpl.toploc.check import PRESETS, verify_proofs
+from refimpl.toploc.one_pass import read_replays
+from refimpl.toploc.sampling_proof import CLIP
 from refimpl.training.plan import TrainPlan
 from refimpl.training.prices import check_work, generate_work
 from refimpl.training.weights import Tensors
@@ -220,11 +222,17 @@ class Bench:
             off = np.abs(replay.logprobs(sampling).numpy() - row.output_logprobs).mean()
             if not off <= LOGPROB_TOLERANCE:
                 return "bad_proof", f"row {index}: log-probabilities are {off:.3f} off on average"
+        readings = read_replays(replays, [row.seed for row in rows], sampling)
+        margin = float(np.clip(np.concatenate([one.margins for one in readings]), 0.0, CLIP).mean())
+        if not margin <= MARGIN_MAX:
+            return "wrong_seed", f"mean clipped margin of the unit's tokens {margin:.4f} logits, at most {MARGIN_MAX}"
         return None
 
 
 PROMPT_TOKENS = 8
 """Of a prompt, about, where a finding does not say: it prices a check in virtual time only."""
+MARGIN_MAX = 0.02
+"""Mean clipped margin of a unit's tokens under the slot's seeds, logits: who picks among seeds picks rewards."""
 LOGPROB_TOLERANCE = 0.5
 """Mean distance of a row's log-probabilities from the replay's, in nats: honest noise in bf16 lies below 0.1."""
 

@@ -15,6 +15,7 @@ import numpy as np
 from refimpl.grpo.messages import SlotGiven
 from refimpl.grpo.rollout import Sample
 from refimpl.grpo.unit import unit_samples
+from refimpl.model.sampler import Sampling
 from refimpl.training.bench import Bench, MadeUnit, packed
 from refimpl.work import Work
 
@@ -55,6 +56,32 @@ def _inverted(bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sam
     return unit_samples(asked, answers, [row.completion for row in rows], rewards, rows[0].step, bench.rules)
 
 
+def _picked(bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sample]) -> list[Sample]:
+    """Answers everything a second time, by seeds of its own, and hands in whichever answer has the higher reward."""
+    asked = bench.brief(slot, public_key)
+    again = bench.engine.generate(
+        [question.prompt for question in asked.questions],
+        sampling=Sampling(temperature=bench.plan.temperature),
+        seeds=[seed + 1_000_003 for seed in asked.seeds],
+        max_new_tokens=bench.rules.new_tokens_max,
+    )
+    texts = bench.texts([answer.tokens for answer in again])
+    rewards = bench.rewards(slot, public_key, texts)
+    better = [reward > row.task_reward for reward, row in zip(rewards, rows, strict=True)]
+    answers = [
+        other if wins else _Written(row.output_tokens, row.output_logprobs, (row.proofs,))
+        for row, other, wins in zip(rows, again, better, strict=True)
+    ]
+    return unit_samples(
+        asked,
+        answers,
+        [text if wins else row.completion for row, text, wins in zip(rows, texts, better, strict=True)],
+        [max(reward, row.task_reward) for row, reward in zip(rows, rewards, strict=True)],
+        rows[0].step,
+        bench.rules,
+    )
+
+
 def _noise(bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sample]) -> list[Sample]:
     """Runs no model worth the name: random answers, every second one said to be right, proofs of random bytes."""
     rng = np.random.default_rng([slot.folder, slot.place])
@@ -87,6 +114,7 @@ class Stale:
 
 CHEATS: dict[str, Callable[[Bench], Maker]] = {
     "rewards-inverted": lambda bench: Edited(bench, _inverted),
+    "answers-picked": lambda bench: Edited(bench, _picked),
     "noise": lambda bench: Edited(bench, _noise),
     "weights-stale": lambda bench: Stale(bench),
 }

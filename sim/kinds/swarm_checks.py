@@ -68,8 +68,9 @@ def ledger_conserves(view: SwarmView) -> Iterator[str]:
             yield f"{who} has {len(unknown)} entries without a validator's verdict; the first: {unknown[0][:16]}"
             continue
         accepted = [judged[s].tokens for s in account.judged if judged[s].accepted]
-        if account.accepted != len(accepted) or account.rejected != len(account.judged) - len(accepted):
-            found = f"{account.accepted} accepted and {account.rejected} rejected"
+        turned_down = account.rejected + account.invalidated
+        if account.accepted != len(accepted) or turned_down != len(account.judged) - len(accepted):
+            found = f"{account.accepted} accepted and {turned_down} rejected"
             yield f"{who} has {found}; the validator said {len(accepted)} and {len(account.judged) - len(accepted)}"
         due = rules.reward_per_unit * sum(accepted)  # earned = reward × accepted tokens
         got = account.earned + account.forfeited
