@@ -16,25 +16,28 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from refimpl.attacks.cheats import CHEATS
+from refimpl.attacks.catalogue import engine_of
 from refimpl.attacks.honest import HONEST
-from refimpl.identity import Identity
+from refimpl.attacks.names import CHEATS
+from refimpl.identity import Identity, address_of
 from refimpl.journal import Journal, silent
 from refimpl.messages import Submission
 from refimpl.testnet.ledger import LedgerRules, MemoryLedger
 from refimpl.testnet.liveness import LivenessConfig
 from refimpl.testnet.orchestrator import Orchestrator, OrchestratorConfig
-from refimpl.testnet.problems import choose_problems
+from refimpl.testnet.problems import Choice, choose_problems
 from refimpl.testnet.registry import Registry, RegistryConfig
 from refimpl.testnet.worker import Worker, WorkerConfig
 from refimpl.toploc.check import PRESETS
 from refimpl.toploc.checker import CheckerConfig, ToplocChecker
 from refimpl.toploc.proof import Mode
+from refimpl.toploc.sampling_proof import SamplingLimits
+from refimpl.toploc.text_check import TextRules
 from refimpl.toploc.validator import Validator, ValidatorConfig
 from refimpl.workshop import Agreement, Workshop
 from refimpl.world import Signal, World
 
-BEHAVIOURS: dict[str, Callable[[Workshop], Any]] = {**HONEST, **CHEATS}
+BEHAVIOURS: dict[str, Callable[[Workshop], Any]] = {**HONEST, **{name: engine_of(name) for name in CHEATS}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class SwarmPlan:
     heartbeat_s: float = 10.0
     mode: Mode = "strict"
     thresholds: str = "paper"  # a name in `refimpl.toploc.check.PRESETS`
+    margin_max: float | None = None  # mean clipped margin of an answer's tokens under its seed; None: not looked at
+    end_probability_min: float | None = None  # of an end token; None: endings are not looked at
     validator_batch: int = 8
     stake: float = 1000.0
     rules: LedgerRules = field(default_factory=LedgerRules)
@@ -85,8 +90,20 @@ class RealEngines(Workshop):
         return self.once(behaviour, BEHAVIOURS[behaviour])
 
     def checker(self, plan: SwarmPlan) -> Any:
-        config = CheckerConfig(mode=plan.mode, thresholds=PRESETS[plan.thresholds])
-        return ToplocChecker(self.engine(self.decoder()), config, hidden=self.decoder().config.hidden)
+        config, model = CheckerConfig(mode=plan.mode, thresholds=PRESETS[plan.thresholds]), self.decoder().config
+        text = TextRules(
+            sampling=self.sampling,
+            tokens_max=self.agreement.answer_tokens_max,
+            ends=frozenset(model.eos_ids),
+            end_probability_min=plan.end_probability_min,
+            margins=None if plan.margin_max is None else SamplingLimits(score_max=plan.margin_max),
+        )
+
+        def seed_of(submission: Submission) -> int:
+            return choice_of(plan, self.problem_count, submission).sampling_seed + submission.index
+
+        engine = self.engine(self.decoder())
+        return ToplocChecker(engine, config, hidden=model.hidden, text=text if text.asks else None, seed_of=seed_of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +122,17 @@ def identity_of(plan: SwarmPlan, name: str) -> Identity:
     """The key of a node of this swarm: made from the run's seed, so that a run can be repeated and everybody knows the
     validator's. Good for experiments; strangers need `Identity.generate()` and a list of the validators' keys."""
     return Identity.from_seed(plan.run_seed, name)
+
+
+def choice_of(plan: SwarmPlan, problem_count: int, submission: Submission) -> Choice:
+    """The problems and the seed that the rule gives for the assignment that a submission names."""
+    return choose_problems(
+        address_of(submission.public_key),
+        step=submission.step,
+        counter=submission.counter,
+        dataset_length=problem_count,
+        count=plan.agreement.batch,
+    )
 
 
 async def ledger(seat: Seat) -> None:
@@ -139,14 +167,7 @@ async def validator(seat: Seat) -> None:
         given = 1 <= submission.counter <= plan.assignments and 0 <= submission.index < plan.agreement.batch
         if submission.step != 0 or not given:
             return None
-        choice = choose_problems(
-            address,
-            step=submission.step,
-            counter=submission.counter,
-            dataset_length=engines.problem_count,
-            count=plan.agreement.batch,
-        )
-        return int(choice.problem_ids[submission.index])
+        return int(choice_of(plan, engines.problem_count, submission).problem_ids[submission.index])
 
     config = ValidatorConfig(
         ledger=plan.ledger,

@@ -86,6 +86,12 @@ class VerifierPart(Strict):
 
     mode: Literal["strict", "published"] = "strict"
     thresholds: Literal["paper", "deployed"] = "paper"
+    margin_max: float | None = Field(
+        None, ge=0, description="mean clipped margin of tokens under their seed, logits; left out: not looked at"
+    )
+    end_probability_min: float | None = Field(
+        None, ge=0, lt=1, description="of the token that ends an answer early; left out: endings are not looked at"
+    )
     batch: int = Field(8, ge=1, le=256, description="submissions replayed together")
 
 

@@ -24,6 +24,8 @@ CUT: dict[str, dict[str, Any]] = {
     "adversarial": {"count": ONE_EACH, "task": {"batch": 1, "assignments": 1}},
     "adversarial-tiny": {},
     "broadcast": {"count": 10, "broadcast": {"size_gb": 0.62, "shard_mb": 5.0}},
+    "catalogue": {"count": ONE_EACH, "task": {"batch": 1}},
+    "catalogue-tiny": {"count": ONE_EACH, "task": {"batch": 1}},
     "churn": {"duration_s": 16_000.0, "count": 5},
     "continents": {"count": 2},
     "pipeline": {"pipeline": {"rounds": 1}},

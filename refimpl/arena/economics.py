@@ -9,13 +9,13 @@ Audits above a* make the attack a loss. Where d = 0, or a* > 1, no audit rate do
 
 Costs are a roofline's: time = max(2 · weights · tokens / FLOP/s, bytes read / bandwidth) of each pass, attention's own
 products left out. They are what a real implementation of the attack would cost on the reference device, since a
-simulated 4-bit model saves nothing here.
+simulated 4-bit model saves nothing here (`attacks.engines.Priced`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,17 +34,13 @@ class Device:
 REFERENCE = Device(name="RTX 4090", flop_per_s=165e12, bytes_per_s=1008e9)
 
 
-def seconds(
-    work: Work, device: Device = REFERENCE, *, bytes_per_weight: float = 2.0, bytes_per_kv: float = 2.0
-) -> float:
+def seconds(work: Work, device: Device = REFERENCE) -> float:
     """What `work` takes; passes through the model only (hashing and proving are below a hundredth of them)."""
     if isinstance(work, Several):
-        return sum(
-            seconds(part, device, bytes_per_weight=bytes_per_weight, bytes_per_kv=bytes_per_kv) for part in work.parts
-        )
+        return sum(seconds(part, device) for part in work.parts)
     if not isinstance(work, Forward):
         return 0.0
-    model = replace(work.model, bytes_per_weight=bytes_per_weight, bytes_per_kv=bytes_per_kv)
+    model = work.model
     products = 2 * model.weights_active * work.batch * work.new_tokens
     past = work.past_tokens + work.steps / 2
     read = model.weight_bytes + work.batch * past * model.kv_bytes_per_token

@@ -21,6 +21,7 @@ from refimpl.attacks.engines import (
     Mixed,
     OtherSampling,
     Prefilled,
+    Priced,
     corrected,
     in_the_tail,
     uncorrected,
@@ -56,6 +57,9 @@ class Attack:
     @property
     def says(self) -> str:
         return (self.engine.__doc__ or "").strip()
+
+
+FOUR_BITS = 0.53  # bytes a weight: 4 bits, and a scale of 16 for each group of 64
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -189,20 +193,18 @@ def repeated_text(shop: Workshop) -> Any:
 
 # -------------------------------------------------------------------------------------------------------------- ending
 def shortened(answer: Any, count: int, shop: Workshop, last: int | None = None) -> Any:
-    """The first `count` tokens with their proofs; the last one replaced by `last`."""
+    """The first `count` tokens with proofs of their states; the last one replaced by `last`."""
     tokens = answer.tokens[:count].copy()
     if last is not None:
         tokens[-1] = last
     cut = dataclasses.replace(answer, tokens=tokens, logprobs=answer.logprobs[:count])
-    if answer.states is None:  # chunks before the cut are proven already
-        return dataclasses.replace(cut, proofs=answer.proofs[: -(-count // CHUNK_TOKENS)])
     return proven(cut, answer.states[:count], shop.agreement.proof_mode)
 
 
 def cut_early(shop: Workshop) -> Any:
     """Stops after half of the tokens."""
     return Altered(
-        shop.engine(shop.decoder()),
+        shop.engine(shop.decoder(), keep_states=True),
         after=lambda prompts, answers: [shortened(a, max(1, len(a.tokens) // 2), shop) for a in answers],
     )
 
@@ -211,7 +213,7 @@ def cut_with_end(shop: Workshop) -> Any:
     """Stops after half of the tokens and writes an end token there."""
     end = min(shop.decoder().config.eos_ids)
     return Altered(
-        shop.engine(shop.decoder()),
+        shop.engine(shop.decoder(), keep_states=True),
         after=lambda prompts, answers: [shortened(a, max(1, len(a.tokens) // 2), shop, end) for a in answers],
     )
 
@@ -251,7 +253,7 @@ def outside_top_k(shop: Workshop) -> Any:
 def one_in_four(shop: Workshop) -> Any:
     """4-bit weights, for one sequence in four."""
     return Mixed(
-        shop.engine(shop.decoder()), CHEATS["weights-4bit"](shop), lambda seeds, wrong: [s % 4 == 0 for s in seeds]
+        shop.engine(shop.decoder()), engine_of("weights-4bit")(shop), lambda seeds, wrong: [s % 4 == 0 for s in seeds]
     )
 
 
@@ -260,7 +262,7 @@ def on_long_answers(shop: Workshop) -> Any:
     limit = shop.agreement.answer_tokens_max
     return Mixed(
         shop.engine(shop.decoder()),
-        CHEATS["weights-4bit"](shop),
+        engine_of("weights-4bit")(shop),
         lambda seeds, wrong: [len(answer.tokens) >= limit for answer in wrong],
     )
 
@@ -271,13 +273,14 @@ def after_good_record(shop: Workshop) -> Any:
     def when(seeds: Sequence[int], wrong: list[Any]) -> list[bool]:
         return [seed >= sorted(seeds)[len(seeds) // 2] for seed in seeds]
 
-    return Mixed(shop.engine(shop.decoder()), CHEATS["weights-4bit"](shop), when)
+    return Mixed(shop.engine(shop.decoder()), engine_of("weights-4bit")(shop), when)
 
 
 def in_tail(shop: Workshop) -> Any:
     """4-bit weights for the last quarter of the longest answer."""
     whole = shop.decoder()
     cheap = shop.engine(shop.variant("4bit", lambda: quantized(whole, bits=4, group=64)))
+    cheap.size = dataclasses.replace(cheap.size, bytes_per_weight=FOUR_BITS)
     choose = in_the_tail(0.75, shop.agreement.answer_tokens_max)
     return LockStep(shop.engine(whole), cheap, shop.agreement.proof_mode, choose, commits_right=False, drafts=False)
 
@@ -293,10 +296,24 @@ def _line(kind: Kind, engine: Make, saves: str, caught_by: tuple[str, ...], **op
     return Attack(kind=kind, engine=engine, saves=saves, caught_by=caught_by, **options)
 
 
+def engine_of(name: str) -> Make:
+    """The worker's engine of an attack, whose work is priced as a real implementation's of it."""
+    attack = ATTACKS[name]
+
+    def make(shop: Workshop) -> Any:
+        made = attack.engine(shop)
+        if (attack.bytes_per_weight, attack.bytes_per_kv) == (2.0, 2.0):
+            return made
+        return Priced(made, bytes_per_weight=attack.bytes_per_weight, bytes_per_kv=attack.bytes_per_kv)
+
+    make.__doc__ = attack.says
+    return make
+
+
 ATTACKS: dict[str, Attack] = {
     "weights-8bit": _line("weights", CHEATS["weights-8bit"], MEMORY, STATES, bytes_per_weight=1.0),
     "weights-6bit": _line("weights", six_bits, MEMORY, STATES, bytes_per_weight=0.78),
-    "weights-4bit": _line("weights", CHEATS["weights-4bit"], MEMORY, STATES, bytes_per_weight=0.53),
+    "weights-4bit": _line("weights", CHEATS["weights-4bit"], MEMORY, STATES, bytes_per_weight=FOUR_BITS),
     "weights-4bit-g16": _line("weights", four_bits_fine, MEMORY, STATES, bytes_per_weight=0.63),
     "weights-3bit": _line("weights", three_bits, MEMORY, STATES, bytes_per_weight=0.44),
     "activations-fp8": _line("weights", eight_bit_activations, "faster products in 8 bits", STATES),
@@ -322,18 +339,20 @@ ATTACKS: dict[str, Attack] = {
     "draft-uncorrected": _line("sampling", draft_uncorrected, "decode steps of the right model", SEED),
     "draft-corrected": _line("sampling", draft_corrected, "decode steps of the right model", SEED),
     "cheap-tokens": _line("sampling", CHEATS["cheap-tokens"], "decode steps of the right model", SEED),
-    "human-text": _line("sampling", human_text, "all decoding", (*SEED, "shape")),
+    "human-text": _line("sampling", human_text, "all decoding", (*SEED, "shape-calibrated")),
     "repeated-text": _line("sampling", repeated_text, "all decoding", SEED),
-    "cut-early": _line("ending", cut_early, "half of the decoding", ("termination",)),
-    "cut-with-end": _line("ending", cut_with_end, "half of the decoding", ("termination", "recompute")),
+    "cut-early": _line("ending", cut_early, "half of the decoding", ("termination", "termination-calibrated")),
+    "cut-with-end": _line(
+        "ending", cut_with_end, "half of the decoding", ("termination-calibrated", "termination-seed", "recompute")
+    ),
     "padded": _line("ending", padded, "a quarter of the decoding", SEED),
     "proofs-too-few": _line("submission", CHEATS["proofs-too-few"], "nothing: hides later tokens", PROOFS),
     "proofs-null": _line("submission", CHEATS["proofs-null"], "all proving", PROOFS),
     "proofs-garbage": _line("submission", CHEATS["proofs-garbage"], "all proving", PROOFS),
     "proof-copied": _line("submission", CHEATS["proof-copied"], "all proving", PROOFS),
     "outside-top-k": _line("adaptive", outside_top_k, "nothing: shows a hole", ("projection",)),
-    "one-in-four": _line("adaptive", one_in_four, MEMORY, STATES, bytes_per_weight=0.53),
-    "long-answers-only": _line("adaptive", on_long_answers, MEMORY, STATES, bytes_per_weight=0.53),
-    "after-good-record": _line("adaptive", after_good_record, MEMORY, STATES, bytes_per_weight=0.53),
-    "in-the-tail": _line("adaptive", in_tail, MEMORY, STATES, bytes_per_weight=0.53),
+    "one-in-four": _line("adaptive", one_in_four, MEMORY, STATES),
+    "long-answers-only": _line("adaptive", on_long_answers, MEMORY, STATES),
+    "after-good-record": _line("adaptive", after_good_record, MEMORY, STATES),
+    "in-the-tail": _line("adaptive", in_tail, MEMORY, STATES),
 }

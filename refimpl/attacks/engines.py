@@ -27,6 +27,27 @@ BLOCK = 4
 """Tokens that a draft model writes before the right one looks at them."""
 
 
+class Priced:
+    """`engine`, whose work is that of an implementation that reads fewer bytes: what is rounded here is stored as it
+    was, and would save nothing."""
+
+    def __init__(self, engine: Engine, *, bytes_per_weight: float, bytes_per_kv: float) -> None:
+        self.engine, self._bytes = engine, {"bytes_per_weight": bytes_per_weight, "bytes_per_kv": bytes_per_kv}
+
+    def answer(self, prompts: Prompts, seeds: Sequence[int]) -> list[Any]:
+        return self.engine.answer(prompts, seeds)
+
+    def work(self, prompts: Prompts, answers: Sequence[Any]) -> Work:
+        return self._priced(self.engine.work(prompts, answers))
+
+    def _priced(self, work: Work) -> Work:
+        if isinstance(work, Several):
+            return Several(tuple(self._priced(part) for part in work.parts))
+        if isinstance(work, Forward):
+            return dataclasses.replace(work, model=dataclasses.replace(work.model, **self._bytes))
+        return work
+
+
 class OtherSampling:
     """The right model with another rule of sampling, or other seeds than were given."""
 
@@ -113,12 +134,21 @@ class Mixed:
         return [w if cheats else r for r, w, cheats in zip(right, wrong, self.cheated, strict=True)]
 
     def work(self, prompts: Prompts, answers: Sequence[Any]) -> Work:
-        parts: list[Work] = []
-        for engine, mine in ((self.honest, False), (self.cheat, True)):
-            chosen = [i for i, cheats in enumerate(self.cheated) if cheats == mine]
-            if chosen:
-                parts.append(engine.work([prompts[i] for i in chosen], [answers[i] for i in chosen]))
-        return Several(tuple(parts))
+        """Each kind's share of a whole batch: over many batches, answers of one kind are written together."""
+        share = sum(self.cheated) / max(1, len(self.cheated))
+        parts = ((self.honest, 1.0 - share), (self.cheat, share))
+        return Several(tuple(_part(engine.work(prompts, answers), part) for engine, part in parts if part > 0))
+
+
+def _part(work: Work, share: float) -> Work:
+    """A share of `work`: of a prefill's tokens, of decoding's steps."""
+    if isinstance(work, Several):
+        return Several(tuple(_part(one, share) for one in work.parts))
+    if isinstance(work, Forward) and work.steps > 1:
+        return dataclasses.replace(work, steps=max(1, round(share * work.steps)))
+    if isinstance(work, Forward):
+        return dataclasses.replace(work, new_tokens=max(1, round(share * work.new_tokens)))
+    return dataclasses.replace(work, tokens=max(1, round(share * work.tokens))) if isinstance(work, Prove) else work
 
 
 # ------------------------------------------------------------------------------------------- two models, step by step

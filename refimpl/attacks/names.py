@@ -1,23 +1,53 @@
 """Names of every behaviour, honest or not, for those who must not import torch to know them.
 
-`tests/test_attacks.py` holds this list equal to the tables in `honest.py` and `cheats.py`.
+`tests/test_attacks.py` holds these lists equal to the tables in `honest.py` and `catalogue.py`. One attack is no
+behaviour of a worker here: `outside-top-k` edits states that a swarm's workers do not send.
 """
 
 HONEST = ("honest", "honest-fp32", "honest-batch1", "honest-eager", "honest-split")
 
 CHEATS = (
-    "weights-4bit",
     "weights-8bit",
-    "layers-skipped",
-    "other-checkpoint",
-    "prompt-altered",
+    "weights-6bit",
+    "weights-4bit",
+    "weights-4bit-g16",
+    "weights-3bit",
+    "activations-fp8",
     "kv-8bit",
+    "layers-skipped",
+    "early-exit",
+    "pruned",
+    "other-checkpoint",
+    "older-version",
+    "adapter-left-out",
     "sign-flipped",
+    "prompt-altered",
+    "prompt-truncated",
+    "prompt-replaced",
+    "greedy",
+    "temperature-up",
+    "temperature-down",
+    "top-p-narrower",
+    "top-p-wider",
+    "top-k-5",
+    "wrong-seed",
+    "best-of-4",
+    "draft-uncorrected",
+    "draft-corrected",
+    "cheap-tokens",
+    "human-text",
+    "repeated-text",
+    "cut-early",
+    "cut-with-end",
+    "padded",
     "proofs-too-few",
     "proofs-null",
     "proofs-garbage",
     "proof-copied",
-    "cheap-tokens",
+    "one-in-four",
+    "long-answers-only",
+    "after-good-record",
+    "in-the-tail",
 )
 
 BEHAVIOURS = HONEST + CHEATS

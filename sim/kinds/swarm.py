@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from refimpl.arena.economics import Stakes
 from refimpl.attacks.names import HONEST
 from refimpl.swarm import SERVICES, Engines, RealEngines, Seat, SwarmPlan, take_seat
 from refimpl.testnet.ledger import LedgerRules
@@ -18,6 +19,7 @@ from sim.calibrated import CalibratedEngines
 from sim.fabric import journal_for
 from sim.kinds.swarm_checks import Bounds, SwarmView
 from sim.kinds.swarm_facts import SwarmFacts
+from sim.kinds.swarm_money import PAY, Money, money, saved_share
 from sim.plots import Detections, Scores
 from sim.scenario import Member, Scenario
 from sim.summary import BehaviourRow, Behaviours, detections, false_positives, percent, table
@@ -51,6 +53,8 @@ def plan_of(scenario: Scenario, seed: int, model_path: str) -> SwarmPlan:
         heartbeat_s=task.heartbeat_s,
         mode=verifier.mode,
         thresholds=verifier.thresholds,
+        margin_max=verifier.margin_max,
+        end_probability_min=verifier.end_probability_min,
         validator_batch=verifier.batch,
         stake=money.stake,
         rules=LedgerRules(
@@ -132,17 +136,19 @@ class Swarm:
         return SwarmView(fabric=fabric, facts=facts, rules=self.plan.rules, ledger=self.plan.ledger, bounds=bounds)
 
     def tally(self, name: str) -> SwarmTally:
-        return SwarmTally(self.scenario, self.plan, name)
+        engines = self.__dict__.get("engines")  # real processes made their own
+        return SwarmTally(self.scenario, self.plan, name, engines if isinstance(engines, RealEngines) else None)
 
     def agreed(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self.plan), "agreement": dataclasses.asdict(self.plan.agreement)}
 
 
 class SwarmTally:
-    """`sim.kinds.Tally` of a swarm: who was caught, how surely, how soon, and what it had earned."""
+    """`sim.kinds.Tally` of a swarm: who was caught, how surely, how soon, what it had earned, and whether it pays."""
 
-    def __init__(self, scenario: Scenario, plan: SwarmPlan, name: str) -> None:
-        self.name, self.bounds = name, BOUNDS[plan.thresholds]
+    def __init__(self, scenario: Scenario, plan: SwarmPlan, name: str, engines: RealEngines | None = None) -> None:
+        """`engines`: of the run, which know what work a cheat does; None: nothing is said of money."""
+        self.name, self.bounds, self.plan, self._engines = name, BOUNDS[plan.thresholds], plan, engines
         self.behaviour_of = {m.name: m.group.behaviour for m in scenario.members() if m.group.role == "worker"}
         self._behaviours = Behaviours(self.behaviour_of, HONEST, plan.rules.reward_per_unit)
         self._scores, self._detections = Scores(self.behaviour_of), Detections(self.behaviour_of)
@@ -156,16 +162,33 @@ class SwarmTally:
     def rows(self) -> list[BehaviourRow]:
         return self._behaviours.rows()
 
+    @cached_property
+    def money(self) -> Money | None:
+        """None without real engines, or when no honest answer was accepted."""
+        honest = [row for row in self.rows if row.honest and row.judged]
+        answers = sum(row.judged for row in honest)
+        if self._engines is None or not answers or all(row.honest for row in self.rows):
+            return None
+        tokens = max(1, round(sum(row.tokens for row in honest) / answers))
+        pay = self.plan.rules.reward_per_unit * tokens
+        if pay <= 0:
+            return None
+        cheats = [row.behaviour for row in self.rows if not row.honest]
+        saved = {name: saved_share(self._engines, name, tokens) for name in cheats}
+        return money(self.rows, saved, Stakes(pay=PAY, stake=self.plan.rules.penalty / pay * PAY))
+
     def figures(self) -> dict[str, Any]:
         return {
             "behaviour_of": self.behaviour_of,
             "detection": detections(self.rows).as_json(),
             "false_positives": false_positives(self.rows).as_json(),
             "behaviours": [row.as_json() for row in self.rows],
+            **({"economics": self.money.as_json()} if self.money is not None else {}),
         }
 
     def table(self) -> str:
-        return f"{table(self.rows)}\n{headline(self.rows)}"
+        found = f"{table(self.rows)}\n{headline(self.rows)}"
+        return found if self.money is None else f"{found}\n\n{self.money.table()}"
 
     def draw(self, folder: Path) -> None:
         self._scores.plot(folder / "scores.png", HONEST, bounds=self.bounds, title=self.name)
