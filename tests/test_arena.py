@@ -22,13 +22,14 @@ from refimpl.arena.economics import REFERENCE, Stakes, seconds
 from refimpl.arena.judge import Rate, calibrate, judge
 from refimpl.arena.noise import atlas, tensor_parallel
 from refimpl.arena.plugin import Arena
-from refimpl.arena.regress import BASELINE, SUITE, differences
-from refimpl.arena.report import markdown, results
+from refimpl.arena.regress import BASELINE, SUITE, Part, accept, differences, regress
+from refimpl.arena.report import markdown, results, saved_share
 from refimpl.arena.stats import interval, limit_for, roc, tokens_to_detect, upper_bound
 from refimpl.arena.verifier import Case, Finding, Verifier
-from refimpl.arena.verifiers import POLICIES, VERIFIERS
+from refimpl.arena.verifiers import POLICIES, VERIFIERS, toploc
 from refimpl.attacks.catalogue import ATTACKS
 from refimpl.attacks.names import CHEATS
+from refimpl.toploc.check import Thresholds
 from refimpl.work import Forward, ModelSize
 
 COUNT = 12
@@ -143,7 +144,8 @@ HOLES = {  # attack -> (who misses it, who catches it, how much of it at least)
     "repeated-text": ("toploc-strict", "exact-match", 0.9),
     "wrong-seed": ("toploc-strict", "sampling-proof", 0.5),  # the tiny model is often sure of its token: few races
     "draft-corrected": ("toploc-strict", "sampling-proof", 0.5),
-    "cut-early": ("default", "termination", 0.9),
+    "cut-early": ("sampling-proof", "termination-calibrated", 0.9),
+    "cut-with-end": ("toploc-strict", "termination-seed", 0.7),
     "proofs-null": ("exact-match", "default", 0.9),
     "proof-copied": ("exact-match", "default", 0.9),
 }
@@ -156,6 +158,28 @@ def test_a_hole_of_one_verifier_is_closed_by_another(
     cell = judge(bench, attack, COUNT, limits)
     assert cell.rate(missed).value <= 0.2, cell.reasons.get(missed, missed)
     assert cell.rate(caught).value >= least, cell.reasons.get(caught, caught)
+
+
+def test_calibrated_tests_of_the_text_spare_honest_answers_where_the_published_figures_do_not(
+    bench: Bench, limits: dict[str, float]
+) -> None:
+    for behaviour in ("honest", "honest-eager"):
+        cell = judge(bench, behaviour, COUNT, limits)
+        assert cell.rate("shape").value > 0.3, "the published figures suit large models"
+        for name in ("shape-calibrated", "termination-calibrated", "termination-seed"):
+            assert cell.rate(name).hits == 0, cell.reasons[name]
+
+
+def test_an_honest_answer_is_not_generated_again_for_an_attack_that_begins_with_it(bench: Bench) -> None:
+    honest = [sent for batch in bench.batches("honest", COUNT) for sent in batch.sent]
+    engine = bench.shop.engine(bench.shop.decoder())
+    engine.engine = None  # type: ignore[assignment]  # whoever generates now, fails
+    prompts, seeds = [bench.prompt(s.index) for s in honest], [bench.seed(s.index) for s in honest]
+    again = engine.answer(prompts, seeds)
+    assert [a.tokens.tolist() for a in again] == [s.tokens.tolist() for s in honest]
+    assert [a.proofs for a in again] == [VERIFIERS["toploc-strict"].commitments(s.states) for s in honest]
+    with pytest.raises(AttributeError):
+        engine.answer(prompts, [seed + 1 for seed in seeds])
 
 
 def test_an_adaptive_cheat_is_counted_where_it_cheats(bench: Bench, limits: dict[str, float]) -> None:
@@ -197,9 +221,14 @@ def test_a_decode_step_costs_its_bytes_and_a_prefill_its_products() -> None:
     step = Forward(model=size, batch=1, new_tokens=1, past_tokens=0, steps=1)
     read = size.weight_bytes + 0.5 * size.kv_bytes_per_token
     assert seconds(step) == pytest.approx(read / REFERENCE.bytes_per_s)
-    assert seconds(step, bytes_per_weight=1.0) < 0.51 * seconds(step)
+    assert seconds(replace(step, model=replace(size, bytes_per_weight=1.0))) < 0.51 * seconds(step)
     prefill = Forward(model=size, batch=64, new_tokens=1000)
     assert seconds(prefill) == pytest.approx(2 * size.weights_active * 64_000 / REFERENCE.flop_per_s)
+
+
+def test_who_cheats_in_one_answer_of_four_saves_about_a_quarter_of_what_always_cheating_saves(bench: Bench) -> None:
+    always, sometimes = (saved_share(bench, name, COUNT) for name in ("weights-4bit", "one-in-four"))
+    assert always > 0.4 and 0.1 * always < sometimes < 0.5 * always, (always, sometimes)
 
 
 # ---------------------------------------------------------------------------------------------------- regression
@@ -218,6 +247,21 @@ def test_only_a_change_for_the_worse_is_a_regression() -> None:
     assert rose.startswith("honest before v: false positives rose from 0 of 100")
     (gone,) = differences(before, rates(honest={"v": [0, 100]}, greedy={"v": [90, 100]}))
     assert gone == "greedy before w: not measured any more"
+
+
+def test_a_weakened_verifier_turns_the_suite_red_with_a_line_that_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = (Part(setting="tiny", sequences=16, behaviours=("honest", "early-exit")),)
+    baseline = tmp_path / "detection.json"
+    assert accept(tmp_path, baseline=baseline, suite=suite) == 0
+    assert regress(tmp_path, baseline, suite) == 0
+    assert "no rate is worse than the baseline" in capsys.readouterr().out
+    lenient = toploc("strict", Thresholds(exponent_mismatches=128, mantissa_mean=128, mantissa_median=128))
+    monkeypatch.setitem(VERIFIERS, "toploc-strict", replace(VERIFIERS["toploc-strict"], check=lenient))
+    assert regress(tmp_path, baseline, suite) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("REGRESSION")]
+    assert line.startswith("REGRESSION tiny: early-exit before toploc-strict: detection fell from 16 of 16"), line
 
 
 def test_the_committed_baseline_fits_the_tables() -> None:

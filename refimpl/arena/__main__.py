@@ -1,4 +1,4 @@
-"""python -m refimpl.arena run | cost | noise | regress | accept: see --help."""
+"""python -m refimpl.arena run | cost | noise | submissions | regress | accept: see --help."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ import torch
 from refimpl.arena.bench import CALIBRATION, RECOMPUTED, ROOT, SETTINGS, Bench, load, save
 from refimpl.arena.cost import costs
 from refimpl.arena.cost import markdown as cost_table
+from refimpl.arena.court import BATCH
+from refimpl.arena.court import table as court_table
 from refimpl.arena.judge import Cell, Limits, calibrate, cell_path, judge
-from refimpl.arena.noise import atlas
+from refimpl.arena.noise import Noise, atlas
 from refimpl.arena.noise import markdown as noise_table
 from refimpl.arena.plots import draw
 from refimpl.arena.regress import accept, regress
 from refimpl.arena.report import markdown, results
+from refimpl.arena.savings import markdown as savings_table
+from refimpl.arena.savings import savings
 from refimpl.attacks.catalogue import ATTACKS
 from refimpl.attacks.honest import HONEST
+from refimpl.swarm import RealEngines
 from refimpl.threads import set_threads
+from refimpl.workshop import Agreement
 
 RESULTS = ROOT / "experiments" / "arena"
 MADE = ROOT / "runs" / "arena"
@@ -58,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     cells: dict[str, Cell] = {}
     for behaviour in [RECOMPUTED, *HONEST, *ATTACKS]:
         count = setting.sequences if behaviour in ATTACKS else setting.honest_sequences
-        if options.only and behaviour in ATTACKS and behaviour not in options.only:
+        if options.only and behaviour not in (*options.only, "honest"):
             continue
         kept = cell_path(bench, behaviour, count, limits)
         if not kept.exists() and (time.monotonic() > until or (options.kept_only and not bench.made(behaviour, count))):
@@ -74,7 +80,11 @@ def run(options: argparse.Namespace) -> int:
             f"{behaviour:<20} " + "  ".join(f"{p} {cells[behaviour].rate(p)}" for p in ("published", "default")),
             flush=True,
         )
-    found = results(bench, cells, limits)
+    if not cells:
+        print("nothing is kept that could be judged")
+        return 1
+    measured = options.into / f"{setting.name}-savings.json"
+    found = results(bench, cells, limits, json.loads(measured.read_text(encoding="utf-8")) if measured.exists() else {})
     write_json(options.into / f"{setting.name}.json", found)
     command = f"python -m refimpl.arena run {setting.name}"
     (options.into / f"{setting.name}.md").write_text(markdown(found, command), encoding="utf-8")
@@ -91,7 +101,10 @@ def cost(options: argparse.Namespace) -> int:
     lengths, batches = (" ".join(map(str, numbers)) for numbers in (options.lengths, options.batches))
     command = f"python -m refimpl.arena cost {options.setting} --lengths {lengths} --batches {batches}"
     text = cost_table(found, command)
-    print(text)
+    print(text, flush=True)
+    saved = list(savings(bench))
+    text += f"\n## What an attack saves here\n\n{savings_table(saved, command)}"
+    write_json(options.into / f"{options.setting}-savings.json", {one.attack: round(one.measured, 4) for one in saved})
     (options.into / f"{options.setting}-cost.md").write_text(
         f"# Cost of verifying: {options.setting}\n\n{text}", "utf-8"
     )
@@ -99,16 +112,44 @@ def cost(options: argparse.Namespace) -> int:
 
 
 def noise(options: argparse.Namespace) -> int:
-    """Measure honest noise of every kind, and write the atlas."""
+    """Measure honest noise of every kind, and write the atlas. Lines that were measured are kept."""
     bench = Bench(SETTINGS[options.setting], options.made)
-    found = []
-    for line in atlas(bench, options.answers or bench.setting.honest_sequences):
+    count, until = options.answers or bench.setting.honest_sequences, time.monotonic() + 60 * options.minutes
+    kept = options.made / options.setting / f"noise-{count}.pt"
+    known: dict[str, Noise] = load(kept) or {}
+    for line in atlas(bench, count, known):
+        if line.prover not in known:
+            known[line.prover] = line
+            save(kept, known)
+            if time.monotonic() > until:
+                print("the time is up; the same command goes on here")
+                return 1
         print(f"{line.prover:<48} mismatches {line.mismatches}  margin {line.margin}", flush=True)
-        found.append(line)
-    text = noise_table(found, f"python -m refimpl.arena noise {options.setting}")
+    found = list(known.values())
+    limits = read_limits(options.into / "limits.json", options.setting)
+    command = f"python -m refimpl.arena noise {options.setting}"
+    text = noise_table(found, command + (f" --answers {options.answers}" if options.answers else ""), limits)
     (options.into / f"{options.setting}-noise.md").write_text(f"# Honest noise: {options.setting}\n\n{text}", "utf-8")
     write_json(options.into / f"{options.setting}-noise.json", [asdict(line) for line in found])
     return 0
+
+
+def submissions(options: argparse.Namespace) -> int:
+    """Every dishonest submission before the whole validator, and the table of what came of it."""
+    setting = SETTINGS["tiny"]
+    agreement = Agreement(
+        model_path=str(setting.model_path), prompts=setting.prompts, batch=BATCH, answer_tokens_max=48
+    )
+    lines = list(court_table(RealEngines(agreement)))
+    text = "\n".join(
+        ["# Dishonest submissions", "", "`python -m refimpl.arena submissions`: the real validator.", "", *lines]
+    )
+    print(text)
+    (options.into / "submissions.md").write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+OTHERS = {"cost": cost, "noise": noise, "submissions": submissions}
 
 
 def main() -> int:
@@ -118,7 +159,7 @@ def main() -> int:
     one = commands.add_parser("run", help="judge everything; goes on where it was ended")
     one.add_argument("setting", choices=SETTINGS)
     one.add_argument("--into", type=Path, default=RESULTS)
-    one.add_argument("--only", nargs="*", help="attacks (default: all)")
+    one.add_argument("--only", nargs="*", help="behaviours beside the honest one (default: all)")
     one.add_argument("--minutes", type=float, default=1e6, help="begin no further cells after that long")
     one.add_argument("--kept-only", action="store_true", help="judge what was made already, make nothing")
     one.add_argument("--calibrate", action="store_true", help="set the limits anew")
@@ -131,6 +172,9 @@ def main() -> int:
     one.add_argument("setting", choices=SETTINGS)
     one.add_argument("--into", type=Path, default=RESULTS)
     one.add_argument("--answers", type=int, help="of each kind (the setting's number)")
+    one.add_argument("--minutes", type=float, default=1e6, help="begin no further kinds after that long")
+    one = commands.add_parser("submissions", help="submissions that are not one's own, not new, or not what was asked")
+    one.add_argument("--into", type=Path, default=RESULTS)
     for name, says in (("regress", "compare with the baseline"), ("accept", "record a new baseline, on purpose")):
         one = commands.add_parser(name, help=says)
         one.add_argument("--into", type=Path, default=ROOT / "runs" / "regress")
@@ -140,8 +184,8 @@ def main() -> int:
     set_threads()
     if options.command == "run":
         return run(options)
-    if options.command in ("cost", "noise"):
-        return cost(options) if options.command == "cost" else noise(options)
+    if options.command in OTHERS:
+        return OTHERS[options.command](options)
     return (
         regress(options.into)
         if options.command == "regress"

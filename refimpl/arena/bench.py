@@ -8,8 +8,9 @@ Shapes: n tokens of one answer, D hidden.
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,18 +19,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from refimpl.arena.verifier import Case, Opened, open_answer
-from refimpl.attacks.catalogue import ATTACKS
+from refimpl.arena.verifier import Case, Opened, open_answers
+from refimpl.attacks.catalogue import ATTACKS, engine_of
 from refimpl.attacks.honest import HONEST
+from refimpl.engine import Completion
+from refimpl.model.sampler import Sampling
 from refimpl.model.transformer import Decoder
+from refimpl.toploc.proof import build_proofs
 from refimpl.work import Work
 from refimpl.workshop import Agreement, BoundEngine, Workshop
 
 ROOT = Path(__file__).parents[2]
 RECOMPUTED = "recomputed"
 """What the verifier itself generates when it checks by doing everything again: in batches of another size."""
+OPENING = b"".join(
+    (ROOT / "refimpl" / path).read_bytes() for path in ("toploc/one_pass.py", "model/filters.py", "model/sampler.py")
+)
 CALIBRATION = 100_000
 """First index of the sequences that limits are calibrated on; those that are judged count from 0."""
+SEED = 1_000_000  # of sequence 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +86,10 @@ SETTINGS: dict[str, Setting] = {
         tokens_max=128,
         temperature=0.8,
         top_p=0.95,
-        batch=8,
-        sequences=8,
-        honest_sequences=8,
-        calibration_sequences=8,
+        batch=32,
+        sequences=32,
+        honest_sequences=32,
+        calibration_sequences=32,
     ),
 }
 
@@ -106,11 +114,38 @@ class Batch:
     cpu_s: float  # what it cost here
 
 
+Recall = Callable[[Sequence[Sequence[int]], Sequence[int]], list[Any] | None]
+"""(prompts, seeds) -> what the agreed engine answered them, where it did already."""
+
+
+class Remembering(BoundEngine):
+    """The agreed engine, which need not answer twice what it answered before: many attacks begin with that."""
+
+    recall: Recall
+    agreed: Sampling
+
+    def answer(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Any]:
+        known = self.recall(prompts, seeds) if self.sampling == self.agreed else None
+        return super().answer(prompts, seeds) if known is None else known
+
+
 class ArenaShop(Workshop):
     """A workshop whose engines keep their states: commitments of every kind are made from them."""
 
+    def __init__(self, agreement: Agreement, recall: Recall) -> None:
+        super().__init__(agreement)
+        self.recall = recall
+
     def engine(self, decoder: Decoder, *, batch: int | None = None, **options: Any) -> BoundEngine:
-        return super().engine(decoder, batch=batch, **(options | {"keep_states": True}))
+        options |= {"keep_states": True}
+        made = super().engine(decoder, batch=batch, **options)
+        if decoder is self.decoder() and batch is None and set(options) == {"keep_states"}:
+            remembering = Remembering(
+                made.engine, sampling=made.sampling, answer_tokens_max=made.answer_tokens_max, batch=made.batch
+            )
+            remembering.recall, remembering.agreed = self.recall, self.sampling
+            return remembering
+        return made
 
 
 class Bench:
@@ -121,14 +156,36 @@ class Bench:
 
     @cached_property
     def shop(self) -> Workshop:
-        return ArenaShop(self.setting.agreement())
+        return ArenaShop(self.setting.agreement(), self._recall)
+
+    def _recall(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Any] | None:
+        """The kept honest batch with these prompts and seeds; None if there is none."""
+        batch: Batch | None = load(self.folder / "honest" / f"{seeds[0] - SEED}.pt") if len(seeds) else None
+        if batch is None or len(batch.sent) < len(seeds):
+            return None
+        sent = batch.sent[: len(seeds)]
+        if [self.seed(one.index) for one in sent] != list(seeds):
+            return None
+        if [self.prompt(one.index) for one in sent] != [list(prompt) for prompt in prompts]:
+            return None
+        mode, ends = self.shop.agreement.proof_mode, self.shop.decoder().config.eos_ids
+        return [
+            Completion(
+                tokens=one.tokens,
+                logprobs=one.logprobs,
+                proofs=tuple(proof.encode() for proof in build_proofs(one.states, mode=mode)),
+                finished="eos" if one.tokens[-1] in ends else "length",
+                states=one.states,
+            )
+            for one in sent
+        ]
 
     def prompt(self, index: int) -> Sequence[int]:
         """Sequence `index`'s prompt: problems in an order that spreads over the set."""
         return self.shop.prompt_of(index * 37 % self.shop.problem_count)
 
     def seed(self, index: int) -> int:
-        return 1_000_000 + index
+        return SEED + index
 
     def engine(self, behaviour: str) -> Any:
         """A new engine of this behaviour. Its parts that cost something (changed weights) are made once."""
@@ -136,11 +193,11 @@ class Bench:
             return self.shop.engine(self.shop.decoder(), batch=max(1, self.setting.batch // 2 + 1))
         if behaviour in HONEST:
             return HONEST[behaviour](self.shop)
-        return ATTACKS[behaviour].engine(self.shop)
+        return engine_of(behaviour)(self.shop)
 
     def edit(self, behaviour: str) -> Any:
         """What this behaviour does to commitments, of whatever kind, before they are sent; None: nothing."""
-        return getattr(self.engine(behaviour), "edit", None) if behaviour in ATTACKS else None
+        return getattr(ATTACKS[behaviour].engine(self.shop), "edit", None) if behaviour in ATTACKS else None
 
     def made(self, behaviour: str, count: int, first: int = 0) -> bool:
         """Whether all these sequences are in the folder."""
@@ -177,21 +234,18 @@ class Bench:
     def cases(self, behaviour: str, count: int, first: int = 0) -> Iterator[tuple[Sent, Case]]:
         """Each answer beside what the verifier sees of it. The verifier replays a batch at a time, as bf16 prefill."""
         for batch in self.batches(behaviour, count, first):
-            opened = self._opened(behaviour, batch)
+            opened = self._opened(batch)
             yield from ((sent, self.case(sent, one)) for sent, one in zip(batch.sent, opened, strict=True))
 
-    def _opened(self, behaviour: str, batch: Batch) -> list[Opened]:
-        path = self.folder / behaviour / f"{batch.sent[0].index}.opened"
+    def _opened(self, batch: Batch) -> list[Opened]:
+        path = self.folder / "opened" / f"{_digest(batch)}.pt"
         opened: list[Opened] | None = load(path)
-        if opened is None or len(opened) < len(batch.sent):
+        if opened is None:
             prompts = [self.prompt(sent.index) for sent in batch.sent]
             replays = self.verifier.replay(prompts, [sent.tokens for sent in batch.sent])
-            opened = [
-                open_answer(replay, self.seed(sent.index), self.shop.sampling)
-                for replay, sent in zip(replays, batch.sent, strict=True)
-            ]
+            opened = open_answers(replays, [self.seed(sent.index) for sent in batch.sent], self.shop.sampling)
             save(path, opened)
-        return opened[: len(batch.sent)]
+        return opened
 
     @cached_property
     def verifier(self) -> BoundEngine:
@@ -221,6 +275,15 @@ class Bench:
             recomputed=self.recomputed.get(sent.index),
             replay_again=lambda: self.verifier.replay([self.prompt(sent.index)], [sent.tokens])[0],
         )
+
+
+def _digest(batch: Batch) -> str:
+    """Names what one prefill says of a batch: by what was claimed, and by the code that reads logits. Behaviours that
+    claim the same tokens share it."""
+    found = hashlib.sha256(OPENING)
+    for sent in batch.sent:
+        found.update(f"{sent.index},{len(sent.tokens)};".encode() + sent.tokens.astype(np.int32).tobytes())
+    return found.hexdigest()[:24]
 
 
 def load(path: Path) -> Any:

@@ -11,14 +11,16 @@ Shapes: n tokens of one answer, N of all, D hidden, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from refimpl.arena.bench import Bench, Sent
+from refimpl.arena.stats import FALSE_POSITIVE_BUDGET, upper_bound
 from refimpl.arena.verifiers import PROJECTIONS, UNBOUNDED, VERIFIERS
 from refimpl.attacks.honest import HONEST
 from refimpl.engine import Replay
@@ -106,27 +108,43 @@ def tensor_parallel(decoder: Decoder, shards: int) -> Decoder:
     return twin
 
 
-def atlas(bench: Bench, count: int) -> Iterator[Noise]:
-    """A line for each kind of honest prover. `count` answers each."""
+def atlas(bench: Bench, count: int, known: Mapping[str, Noise] | None = None) -> Iterator[Noise]:
+    """A line for each kind of honest prover. `count` answers each. `known`: lines that were measured already, by name;
+    they are not measured again."""
+    for name, measure in _kinds(bench, count):
+        yield measure() if known is None or name not in known else known[name]
+
+
+def _kinds(bench: Bench, count: int) -> Iterator[tuple[str, Callable[[], Noise]]]:
+    """What every line is called, and how it is measured."""
     for behaviour in HONEST:
-        if bench.made(behaviour, count) or behaviour != "honest-batch1":
-            pairs = list(bench.cases(behaviour, count))
-            drawn = [torch.from_numpy(case.opened.margins) for _, case in pairs]
-            yield _line(
-                f"decode, {behaviour}", [s.states for s, _ in pairs], [c.opened.states for _, c in pairs], drawn
-            )
+        if bench.made(behaviour, count) or behaviour != "honest-batch1" or bench.setting.name == "tiny":
+            name = f"decode, {behaviour}"
+            yield name, partial(_decoded, bench, name, behaviour, count)
     shop = bench.shop
-    heads = shop.decoder().config.kv_heads
-    honest = [sent for batch in bench.batches("honest", count) for sent in batch.sent]
-    right = _read(bench, shop.decoder(), honest, together=True)
+    right: list[Replay] = []
+
+    def prefilled(name: str, decoder: Callable[[], Decoder], together: bool) -> Noise:
+        honest = [sent for batch in bench.batches("honest", count) for sent in batch.sent]
+        if not right:
+            right.extend(_read(bench, shop.decoder(), honest, together=True))
+        return _prefilled(bench, name, decoder(), honest, right, together)
+
     for dtype in ("bfloat16", "float32"):
         for kernel in KERNELS:
             for together in (True, False):
                 name = f"prefill, {dtype}, {kernel}, {'a batch' if together else 'one at a time'}"
-                yield _prefilled(bench, name, shop.decoder(dtype, kernel), honest, right, together)
+                yield name, partial(prefilled, name, partial(shop.decoder, dtype, kernel), together)
+    heads = shop.decoder().config.kv_heads
     if heads > 1:
-        sharded = tensor_parallel(shop.decoder(), heads)
-        yield _prefilled(bench, f"prefill, bfloat16, {heads} devices", sharded, honest, right, True)
+        name = f"prefill, bfloat16, {heads} devices"
+        yield name, partial(prefilled, name, lambda: tensor_parallel(shop.decoder(), heads), True)
+
+
+def _decoded(bench: Bench, name: str, behaviour: str, count: int) -> Noise:
+    pairs = list(bench.cases(behaviour, count))
+    drawn = [torch.from_numpy(case.opened.margins) for _, case in pairs]
+    return _line(name, [s.states for s, _ in pairs], [c.opened.states for _, c in pairs], drawn)
 
 
 def _read(bench: Bench, decoder: Decoder, sent: Sequence[Sent], *, together: bool) -> list[Replay]:
@@ -196,8 +214,8 @@ def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return float(f"{low:.4g}"), float(f"{high:.4g}"), float(f"{top:.4g}")
 
 
-def markdown(found: Sequence[Noise], command: str) -> str:
-    """The atlas as a table."""
+def markdown(found: Sequence[Noise], command: str, limits: Mapping[str, float] | None = None) -> str:
+    """The atlas as a table, and how far the limits in force are above it."""
     lines = [
         f"`{command}`: median / 99 % quantile / largest, by the chunk of 32 tokens (first two) or by the answer.",
         "",
@@ -209,4 +227,29 @@ def markdown(found: Sequence[Noise], command: str) -> str:
         spreads = (line.mismatches, line.mantissa, line.sequence, line.projection, line.margin)
         columns = " | ".join(" / ".join(f"{value:.3g}" for value in spread) for spread in spreads)
         lines.append(f"| {line.prover} | {line.answers} | {columns} | {100 * line.match_rate:.2f} % |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_budget(found, limits or {})]) + "\n"
+
+
+def _budget(found: Sequence[Noise], limits: Mapping[str, float]) -> list[str]:
+    """The limits in force against the largest noise of any kind."""
+    scores = {"toploc-sequence": "sequence", "projection": "projection", "sampling-proof": "margin"}
+    known = {name: field for name, field in scores.items() if name in limits}
+    if not known:
+        return []
+    answers = sum(line.answers for line in found)
+    lines = [
+        "",
+        "## Limits against this noise",
+        "",
+        f"Each limit's budget is {100 * FALSE_POSITIVE_BUDGET:g} % of honest answers (`stats.limit_for`), set on other "
+        f"answers than these. Of these {answers}, none above a limit is an upper 95 % bound of "
+        f"{100 * upper_bound(0, answers):.2f} %.",
+        "",
+        "| score | limit | largest noise | kinds above the limit |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, field in known.items():
+        largest = [(getattr(line, field)[2], line.prover) for line in found]
+        above = [prover for value, prover in largest if value > limits[name]]
+        lines.append(f"| {name} | {limits[name]:.4g} | {max(largest)[0]:.4g} | {'; '.join(above) or 'none'} |")
+    return lines

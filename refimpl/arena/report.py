@@ -17,11 +17,30 @@ from refimpl.attacks.catalogue import ATTACKS
 from refimpl.attacks.honest import HONEST
 
 Results = dict[str, Any]
+HOLES = (
+    ("signs are not compared", "sign-flipped", "toploc-strict"),
+    ("nobody counts the proofs", "proofs-too-few", "toploc-strict"),
+    ("what is not in the top K is not bound", "outside-top-k", "projection"),
+    ("thresholds with room for 4 bits", "weights-4bit", "toploc-sequence"),
+    ("thresholds with room for 8 bits", "weights-8bit", "projection"),
+    ("thresholds with room for an 8-bit cache", "kv-8bit", "projection"),
+    ("thresholds with room for a changed prompt", "prompt-altered", "toploc-sequence"),
+    ("tokens of another model, read once", "cheap-tokens", "sampling-proof"),
+    ("tokens of a person, read once", "human-text", "sampling-proof"),
+    ("who chose the seed", "wrong-seed", "sampling-proof"),
+    ("whether anything was drawn", "greedy", "sampling-proof"),
+    ("correct speculative decoding, not by the seed", "draft-corrected", "sampling-proof"),
+    ("answers cut short", "cut-early", "termination-calibrated"),
+    ("answers cut short with a forged end", "cut-with-end", "termination-seed"),
+)
+"""What TOPLOC v1 as published leaves open: (the hole, an attack through it, who closes it)."""
 PER_ANSWER = ("toploc-paper", "toploc-sequence", "projection", "sampling-proof")
 
 
-def results(bench: Bench, cells: Mapping[str, Cell], limits: Mapping[str, float]) -> Results:
-    """Everything that tables, plots and baselines are made from."""
+def results(
+    bench: Bench, cells: Mapping[str, Cell], limits: Mapping[str, float], measured: Mapping[str, float] | None = None
+) -> Results:
+    """Everything that tables, plots and baselines are made from. `measured`: shares saved, of `arena.savings`."""
     setting, names = bench.setting, [*VERIFIERS, *POLICIES]
     honest = [cell for name, cell in cells.items() if name in HONEST]
     honest_scores = {name: [s for cell in honest for s in cell.scores[name]] for name in VERIFIERS}
@@ -45,6 +64,7 @@ def results(bench: Bench, cells: Mapping[str, Cell], limits: Mapping[str, float]
                 "saves": attack.saves,
                 "expected": list(attack.caught_by),
                 "saved_share": _rounded(saved_share(bench, behaviour, len(cell.tokens))),
+                "saved_measured": (measured or {}).get(behaviour),
                 "tokens_to_detect": {
                     "toploc-paper": _tokens(honest_scores, cell, "toploc-paper"),
                     "toploc-sequence": _tokens(honest_scores, cell, "toploc-sequence"),
@@ -73,11 +93,7 @@ def results(bench: Bench, cells: Mapping[str, Cell], limits: Mapping[str, float]
 
 def saved_share(bench: Bench, behaviour: str, count: int) -> float:
     """1 − the attack's cost over the honest one's, on the reference device."""
-    attack = ATTACKS[behaviour]
-    weight, kv = attack.bytes_per_weight, attack.bytes_per_kv
-    cheat = sum(
-        seconds(batch.work, bytes_per_weight=weight, bytes_per_kv=kv) for batch in bench.batches(behaviour, count)
-    )
+    cheat = sum(seconds(batch.work) for batch in bench.batches(behaviour, count))
     honest = sum(seconds(batch.work) for batch in bench.batches("honest", count))
     return 1.0 - cheat / honest
 
@@ -133,8 +149,21 @@ def markdown(found: Results, command: str, stakes: Stakes | None = None) -> str:
             cheated = cell["rejected"][names[0]][1]
             marked = (_rate(cell["rejected"][v], bold=v in cell["expected"] or v == "default") for v in names)
             lines.append(_row([name, str(cheated), *marked]))
-    lines += ["", "Bold: the verifiers that ought to catch it, and the default policy.", *_costs(found), *_power(found)]
+    lines += ["", "Bold: the verifiers that ought to catch it, and the default policy.", *_holes(found)]
+    lines += [*_costs(found), *_power(found)]
     return "\n".join([*lines, *_money(found, stakes)]) + "\n"
+
+
+def _holes(found: Results) -> list[str]:
+    """What published rules miss, beside who catches it."""
+    lines = ["", "## Holes of TOPLOC v1 as published, and who closes them", ""]
+    lines += [_row(["hole", "attack", "toploc-paper", "toploc-deployed", "closed by", "its rate"]), _row(["---"] * 6)]
+    for hole, attack, closer in HOLES:
+        if attack in found["cells"]:
+            rejected = found["cells"][attack]["rejected"]
+            published = (_rate(rejected[name]) for name in ("toploc-paper", "toploc-deployed"))
+            lines.append(_row([hole, attack, *published, closer, _rate(rejected[closer], bold=True)]))
+    return lines
 
 
 def _costs(found: Results) -> list[str]:
@@ -168,10 +197,11 @@ def _power(found: Results) -> list[str]:
 def _money(found: Results, stakes: Stakes) -> list[str]:
     lines = [
         "", "## Does it pay?", "",
-        f"Saved: share of an honest answer's cost on a {REFERENCE.name} (roofline). Break-even: the audit rate above "
+        f"Saved: share of an honest answer's cost on a {REFERENCE.name} (roofline); here: measured on this machine's "
+        "CPU, where the attack's code does the smaller work. Break-even: the audit rate above "
         f"which the attack loses, at a stake of {stakes.stake:g} and a pay of {stakes.pay:g} honest answers, under "
         "*published* and *default*.", "",
-        _row(["attack", "saves", "saved", "break-even, published", "break-even, default"]), _row(["---"] * 5),
+        _row(["attack", "saves", "saved", "here", "break-even, published", "break-even, default"]), _row(["---"] * 6),
     ]  # fmt: skip
     for name, cell in found["cells"].items():
         if name not in HONEST:
@@ -183,7 +213,8 @@ def _money(found: Results, stakes: Stakes) -> list[str]:
                 rates.append(
                     "never deterred" if math.isinf(even) else f"{100 * even:.3g} %" if even else "saves nothing"
                 )
-            lines.append(_row([name, cell["saves"], f"{100 * saved:.0f} %", *rates]))
+            here = "–" if cell.get("saved_measured") is None else f"{100 * cell['saved_measured']:.0f} %"
+            lines.append(_row([name, cell["saves"], f"{100 * saved:.0f} %", here, *rates]))
     return lines
 
 

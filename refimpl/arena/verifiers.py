@@ -27,6 +27,7 @@ UNBOUNDED = Thresholds(exponent_mismatches=math.inf, mantissa_mean=math.inf, man
 MALFORMED = 1e9  # the score of something that is no commitment at all
 PROJECTIONS = 8
 TOKENS_MIN = 16  # fewer give no verdict on the seed
+SMALLEST = 1e-12  # probability, before a logarithm
 FALSE_POSITIVE_RATE = 0.001  # of the anytime test, for one prover over its whole life
 
 
@@ -170,6 +171,42 @@ def termination(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
     )
 
 
+def shape_calibrated(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """By how much tokens are less likely than the model's own draws at the same places, whatever its certainty.
+
+    A draw from p has the probability Σ p² on average, which is 1 less the exposure h; so the mean of (1 - h) - p[y] is
+    0 for honest tokens, and its sum over √n is nearly normal: z. Tokens of a second heap near 0 add their whole 1 - h.
+    The score is e^z, so that limits, which are log-normal, suit it. The published figures suppose a large, certain
+    model.
+    """
+    seen, count = case.opened, len(case.tokens)
+    if count < TOKENS_MIN:
+        return Finding(score=1.0, verdict=None, reason=f"{count} tokens; a verdict needs {TOKENS_MIN}")
+    z = float((1.0 - seen.exposures - seen.probabilities).sum()) / math.sqrt(count)
+    return judged(math.exp(min(z, 20.0)), limit, "e^z of how far token probabilities fall short of the model's draws")
+
+
+def termination_calibrated(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """An end where no end may be is rejected whatever the limit; an end token by its surprise, -ln p, since one that
+    the sampler may draw is drawn now and then."""
+    verdict, reason = termination_test(
+        case.tokens.tolist(), case.eos_ids, case.opened.end_probability, case.tokens_max, eos_probability_min=-1.0
+    )
+    if verdict is not True:
+        return Finding(score=MALFORMED, verdict=verdict, reason=reason)
+    if len(case.tokens) == case.tokens_max:
+        return Finding(score=0.0, verdict=True, reason=reason)
+    return judged(-math.log(max(case.opened.end_probability, SMALLEST)), limit, "surprise of the end token, nats")
+
+
+def termination_seed(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
+    """An end must also be the seed's: the margin of the last token, which no mean over the answer dilutes."""
+    form = termination_calibrated(case, sent, math.inf)
+    if form.verdict is not True or len(case.tokens) == case.tokens_max:
+        return form
+    return judged(min(float(case.opened.margins[-1]), MALFORMED), limit, "margin of the end token, logits")
+
+
 def judged(score: float, limit: float, what: str) -> Finding:
     """Rejected above the limit; a score that is not a number is no verdict."""
     if math.isnan(score):
@@ -210,8 +247,20 @@ VERIFIERS: dict[str, Verifier] = {
         says="share of tokens that the seed does not give, at most 10 %",
         check=exact_match, limit=0.10, needs="logits",
     ),
-    "shape": Verifier(says="shape of token probabilities", check=shape, limit=0.80, needs="logits"),
-    "termination": Verifier(says="how the answer ends", check=termination, limit=0.90, needs="logits"),
+    "shape": Verifier(says="shape of token probabilities, published figures", check=shape, limit=0.80, needs="logits"),
+    "termination": Verifier(says="how it ends, published figure", check=termination, limit=0.90, needs="logits"),
+    "shape-calibrated": Verifier(
+        says="shape of token probabilities, calibrated",
+        check=shape_calibrated, limit=4.0, needs="logits", calibrated=True, least=1.5,
+    ),
+    "termination-calibrated": Verifier(
+        says="how it ends, calibrated probability of the end token",
+        check=termination_calibrated, limit=5.0, needs="logits", calibrated=True, least=-math.log(0.1),
+    ),
+    "termination-seed": Verifier(
+        says="how it ends, by the seed: margin of the end token",
+        check=termination_seed, limit=CLIP, needs="logits", calibrated=True, least=CLIP,
+    ),
     "recompute": Verifier(
         says="everything once more (by lot: proof of sampling)", check=recompute, limit=0.5, needs="generation"
     ),
@@ -219,6 +268,12 @@ VERIFIERS: dict[str, Verifier] = {
 
 POLICIES: dict[str, tuple[str, ...]] = {
     "published": ("toploc-deployed",),
-    "default": ("toploc-sequence", "projection", "sampling-proof"),
+    "default": (
+        "toploc-sequence",
+        "projection",
+        "sampling-proof",
+        "termination-calibrated",
+        "termination-seed",
+    ),
 }
 """Combinations: rejected if any member rejects. All members share one prefill."""
