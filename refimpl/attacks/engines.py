@@ -32,7 +32,8 @@ class Priced:
     was, and would save nothing."""
 
     def __init__(self, engine: Engine, *, bytes_per_weight: float, bytes_per_kv: float) -> None:
-        self.engine, self._bytes = engine, {"bytes_per_weight": bytes_per_weight, "bytes_per_kv": bytes_per_kv}
+        self.engine = engine
+        self._bytes: dict[str, Any] = {"bytes_per_weight": bytes_per_weight, "bytes_per_kv": bytes_per_kv}
 
     def answer(self, prompts: Prompts, seeds: Sequence[int]) -> list[Any]:
         return self.engine.answer(prompts, seeds)

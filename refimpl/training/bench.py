@@ -222,7 +222,7 @@ class Bench:
             off = np.abs(replay.logprobs(sampling).numpy() - row.output_logprobs).mean()
             if not off <= LOGPROB_TOLERANCE:
                 return "bad_proof", f"row {index}: log-probabilities are {off:.3f} off on average"
-        readings = read_replays(replays, [row.seed for row in rows], sampling)
+        readings = read_replays(replays, [row.seed or 0 for row in rows], sampling)
         margin = float(np.clip(np.concatenate([one.margins for one in readings]), 0.0, CLIP).mean())
         if not margin <= MARGIN_MAX:
             return "wrong_seed", f"mean clipped margin of the unit's tokens {margin:.4f} logits, at most {MARGIN_MAX}"
