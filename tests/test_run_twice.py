@@ -20,6 +20,10 @@ from tests.paths import TINY_MODEL
 
 ONE_EACH = 1_000_000
 """`count` is divided by this: one node of each group is left."""
+SMALL_TRAINING = {
+    "units_per_step": 3, "problems_per_unit": 2, "group": 8, "steps": 3, "shard_mb": 1000.0, "connections": 4,
+    "checkpoint_gb": 16.0,
+}  # fmt: skip
 CUT: dict[str, dict[str, Any]] = {
     "adversarial": {"count": ONE_EACH, "task": {"batch": 1, "assignments": 1}},
     "adversarial-tiny": {},
@@ -28,6 +32,8 @@ CUT: dict[str, dict[str, Any]] = {
     "catalogue-tiny": {"count": ONE_EACH, "task": {"batch": 1}},
     "churn": {"duration_s": 16_000.0, "count": 5},
     "continents": {"count": 2},
+    "intellect2": {"count": ONE_EACH, "training": SMALL_TRAINING},
+    "intellect2-long": {"count": ONE_EACH, "training": SMALL_TRAINING},
     "pipeline": {"pipeline": {"rounds": 1}},
     "stress-10k": {"duration_s": 3600.0, "count": 100},
     "two-worlds": {},
@@ -47,7 +53,7 @@ def cut(name: str) -> dict[str, Any]:
     raw = copy.deepcopy(read_raw(scenario_path(name)))
     change = CUT[name]
     raw["duration_s"] = min(raw["duration_s"], change.get("duration_s", raw["duration_s"]))
-    for part in ("broadcast", "pipeline", "task"):
+    for part in ("broadcast", "pipeline", "task", "training"):
         raw.get(part, {}).update(change.get(part, {}))
     for group in raw["nodes"]:
         if "count" in change and "count" in group:
