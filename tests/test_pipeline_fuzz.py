@@ -23,7 +23,7 @@ from refimpl.work import Seconds
 from refimpl.world import Timeout
 from sim.fabric import journal_for
 from sim.kernel import to_ns
-from sim.world import SimFabric
+from sim.world import SimFabric, SimWorld
 
 PRIME, VOCABULARY, HIDDEN = 65521, 61, 2
 STEP_S = 1.0
@@ -246,26 +246,27 @@ def test_a_thousand_more_histories():
                 assert ring.run(FAULTS[fault]) == ring.expected(), (seed, fault, loss)
 
 
-def test_commitments_are_compiled_before_the_first_hop():
+def test_commitments_are_compiled_before_the_first_hop(monkeypatch):
     """The first commitment is made while the ring forms, off the event loop: compiling in the middle of a hop would
     hold up all that this node has to answer, and cost it its seat."""
     ring = FuzzRing(3)
-    computing, first = [], {}
-    for name, stage in ring.stages.items():
-        honest, made = stage.world.compute, stage.parts.commit
+    computing, first, honest = [], {}, SimWorld.compute
 
-        async def compute(work, fn, honest=honest):
-            computing.append(True)
-            try:
-                return await honest(work, fn)
-            finally:
-                computing.pop()
+    async def compute(self, work, fn):
+        computing.append(True)
+        try:
+            return await honest(self, work, fn)
+        finally:
+            computing.pop()
+
+    monkeypatch.setattr(SimWorld, "compute", compute)
+    for name, stage in ring.stages.items():
+        made = stage.parts.commit
 
         def commit(plan, name=name, made=made):
             inner = made(plan)
             return lambda data: first.setdefault(name, (bool(computing), ring.head.ring.up)) and inner(data)
 
-        stage.world.compute = compute
         stage.parts = dataclasses.replace(stage.parts, commit=commit)
     ring.config = ring.head.ring.config = dataclasses.replace(ring.config, signed=True)
     assert ring.run() == ring.expected()

@@ -164,6 +164,7 @@ def test_a_calm_tree_stays_as_it_is() -> None:
     assert forest.moves == []
 
 
+@pytest.mark.slow
 def test_over_real_http_a_slow_parent_is_left_and_a_dead_one_replaced() -> None:
     content = os.urandom(SMALL.size_bytes)
 
