@@ -92,11 +92,11 @@ class FlowCarrier:
             traffic.book(now_ns, self._flows)
         network = self.network
         path = network.path(source, target, reply=reply)
-        chance, delay_s, jitters = self._chance, path.one_way_latency_s, path.jitters
+        chance, delay_s, jitters = self._chance.of(path.channel, now_ns), path.one_way_latency_s, path.jitters
         if len(jitters) == 1 and not path.loss:
-            delay_s += jitters[0].draw(delay_s, chance.first(path.channel, now_ns))
-        else:
-            delay_s = network.sample_delay_s(path, chance.of(path.channel, now_ns), size_bytes)
+            delay_s += jitters[0].draw(delay_s, chance.random())
+        elif jitters or path.loss:
+            delay_s = network.sample_delay_s(path, chance, size_bytes)
         channel = None if kind is None else (source, target, kind)
         if network.disturbs_messages:
             fate = network.fate(path, chance)

@@ -45,10 +45,6 @@ class Chance:
         self._state = (self._seed ^ mixed) & MASK
         return self
 
-    def first(self, channel: int, now_ns: int) -> float:
-        """`of(channel, now_ns).random()`: nearly every message takes one number."""
-        return self.of(channel, now_ns).random()
-
     def random(self) -> float:
         """Uniform, 0 or more and below 1, of 53 bits."""
         self._state = z = (self._state + 0x9E3779B97F4A7C15) & MASK

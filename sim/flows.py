@@ -387,13 +387,8 @@ class FlowEngine:
 
     def _collect(self, now_s: float) -> None:
         packets = self._packets
-        if packets and packets[0][0] <= now_s:
-            load, solo_flows, count = self._solo_load, self._solo_flows, self._packet_count
-            while packets and packets[0][0] <= now_s:
-                _, _, links, rate, _, _ = heappop(packets)
-                for link in links:  # as in `_end_packet`, which this is most of the calls of
-                    count[link] = left = count[link] - 1
-                    load[link] = load[link] - rate if left or solo_flows[link] else 0.0
+        while packets and packets[0][0] <= now_s:
+            self._end_packet(heappop(packets))
         heap = self._solo_heap
         while heap and heap[0][0] <= now_s:
             finish_s, flow = heappop(heap)

@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -28,7 +27,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from scipy.stats import t as student
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -39,6 +37,7 @@ from refimpl.work import Hash, Spread
 from sim.hardware import find_device
 from sim.run import RunResult, run_scenario
 from sim.scenario import check_raw
+from sim.sweep import interval as student_interval
 
 SIZE_GB, SHARD_MB, CLIENT_MBIT_S = 62.0, 500.0, 590.0
 RELAYS, CLIENTS = (2, 4, 8), (10, 20, 40, 160)
@@ -194,8 +193,8 @@ def plot_policies(raw: Any, path: Path) -> None:
         for place, point in enumerate(raw):
             seeds = len(point[key])
             axis.plot([place + shift] * seeds, point[key], "o", color="C0" if shift < 0 else "C1", ms=4, alpha=0.6)
-        means = [statistics.mean(point[key]) for point in raw]
-        halves = [half_width(point[key]) for point in raw]
+        found = [student_interval(point[key]) for point in raw]
+        means, halves = [one.mean for one in found], [one.half_width for one in found]
         places = [place + shift for place in range(len(raw))]
         axis.errorbar(places, means, halves, fmt="_", ms=16, color="C0" if shift < 0 else "C1", label=label, capsize=4)
     axis.axhline(raw[0]["bound_s"], color="#222", ls="--", lw=1, label="bandwidth-bound optimum (median)")
@@ -206,14 +205,10 @@ def plot_policies(raw: Any, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def half_width(values: list[float]) -> float:
-    """Of the 95 % interval of the mean, by Student's t."""
-    return float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def interval(values: list[float]) -> str:
     """Mean and 95 % interval."""
-    return f"{statistics.mean(values):.1f} ± {half_width(values):.1f}"
+    found = student_interval(values)
+    return f"{found.mean:.1f} ± {found.half_width:.1f}"
 
 
 # --------------------------------------------------------------------------------------------- a tree that mends itself

@@ -30,7 +30,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -44,6 +43,7 @@ from refimpl.training.bench import Bench, MadeUnit
 from refimpl.training.cheats import CHEATS
 from refimpl.training.plain import Alter, Made, run_plain
 from refimpl.training.plan import TrainPlan
+from sim.sweep import interval as student_interval
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "ablations.jsonl"
@@ -150,10 +150,8 @@ def done() -> list[dict[str, Any]]:
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """(mean, half of the 95 % interval) by Student's t; infinite for one value."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return mean, math.inf
-    return mean, float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    found = student_interval(values)
+    return found.mean, found.half_width if found.count > 1 else math.inf
 
 
 def table(ablation: str, runs: list[dict[str, Any]]) -> list[str]:

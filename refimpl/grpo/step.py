@@ -86,11 +86,6 @@ class StepReport:
     means: dict[str, float]  # per token, by the names in loss.METRICS
     totals: BatchTotals
 
-    @property
-    def unscored_share(self) -> float:
-        """Share of cells that are not scored: prompts, and padding."""
-        return 1 - self.totals.tokens / max(self.totals.cells, 1)
-
 
 class Learner:
     """The policy, its optimizer, and how many steps it has taken.

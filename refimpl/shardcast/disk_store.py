@@ -159,15 +159,6 @@ class DiskShelf:
             if self._inside == 0:
                 self._close_now()
 
-    def let_go(self) -> None:
-        """The process ends: close the files, keep what is there for the next one."""
-        with self._lock:
-            assembly, self._assembly = self._assembly, None
-            if assembly is not None:
-                self._close = assembly.close
-                if self._inside == 0:
-                    self._close_now()
-
     @contextmanager
     def _growing(self) -> Iterator[Assembly | None]:
         """The assembly, kept open for as long as we are inside; None when the version is published."""
