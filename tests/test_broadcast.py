@@ -308,3 +308,15 @@ def test_relays_leave_a_parent_that_becomes_slow_where_the_scenario_lets_them(tm
     assert moved.ok, (moved.ended, moved.violations)
     assert moved.figures["last_s"] < 100.0
     assert next(event["before"] for event in events(moved, "leaf-a") if event["kind"] == "moved") == "hub-a"
+
+
+def test_shards_of_a_gigabyte_end_though_ten_of_them_share_a_line(tmp_path: Path) -> None:
+    """1 GB on each of ten connections of a line of 590 Mbit/s: 136 s each, longer than a call of a piece may take."""
+    raw = tiny(duration_s=600.0)
+    raw["broadcast"].update({"versions": 1, "size_gb": 10.0, "shard_mb": 1000.0})
+    for group in raw["nodes"]:
+        if group["role"] == "client":
+            group.update({"downlink_mbit_s": 590.0, "count": 1})
+    result = run(raw, tmp_path)
+    assert result.ok, (result.ended, result.violations)
+    assert 10e9 * 8 / 590e6 < result.figures["last_s"] < 1.3 * 10e9 * 8 / 590e6

@@ -14,6 +14,8 @@ from refimpl.world import World
 
 PIECE_BYTES = 4 << 20
 """What one call asks for: the memory that a transfer costs."""
+TIMEOUT_BYTES = 100_000_000
+"""A call for more than that may take longer than its time-out, in proportion."""
 
 Take = Callable[[Blob], bool]
 """Keeps the next piece. False: no more is wanted."""
@@ -45,7 +47,8 @@ class CallCarrier:
         at, end = ask.offset, ask.offset + ask.size
         while at < end:
             size = min(end - at, self.piece_bytes or end - at)
-            reply = await self.world.call(relay, AskShard(ask.header_id, ask.index, at, size), self.timeout_s)
+            timeout_s = self.timeout_s * max(1.0, size / TIMEOUT_BYTES)
+            reply = await self.world.call(relay, AskShard(ask.header_id, ask.index, at, size), timeout_s)
             if not reply.here:
                 raise NotYet
             if reply.blob.size_bytes != size:

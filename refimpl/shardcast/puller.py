@@ -57,7 +57,7 @@ class PullerConfig:
     piece_bytes: int | None = None  # of one call; None: a shard is one piece
     stall_s: float = math.inf  # a transfer without a byte for this long is cut off
     increments: bool = True  # take them where they are sooner
-    shard_timeout_s: float = 120.0
+    shard_timeout_s: float = 120.0  # of a call for up to 100 MB, longer for more
     news_patience_s: float = 30.0
     news_timeout_s: float = 90.0
     news_interval_s: float = 0.5  # at least, between two questions
