@@ -2,8 +2,9 @@
 
 A call is `POST /call` with the frame as the body and the caller's name in a header. 200 brings the reply's frame; 502
 comes from something on the way (`wire.py`, any proxy) that could not reach the target; any other status is a refusal.
-The text says why. Lines can be shaped: a body then leaves in paced pieces and is read in
-paced pieces, after the line's latency.
+The text says why. Lines can be shaped: a body then leaves and is read in paced pieces, and what has come whole is held
+for the latency of both lines (the sender's stands in a header) before anybody sees it. So a call, its answer and a
+refusal take the same way, and a long message takes its length and the latency.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from aiohttp import web
 from refimpl.messages import FRAME_BYTES_MAX, PREFIX, BadMessage, Message, decode, encode, encode_parts, frame_length
 from refimpl.world import Refused, TaskFailure, Timeout, Unreachable
 from refimpl.worlds.asyncio_node import PACE_BYTES, AsyncioNode, Line, Supervisor, device_thread
+from refimpl.worlds.fine_timer import FineTimer
 
 T = TypeVar("T")
 
 SOURCE_HEADER = "X-Armillary-Source"
+LATENCY_HEADER = "X-Armillary-Latency-Ms"  # of the sender's line, where it is shaped
+LATENCY_MS_MAX = 60_000.0
 REASON_BYTES_MAX = 2000
 NAME_LENGTH_MAX = 200
 UNREACHABLE_STATUS = 502
@@ -63,6 +67,7 @@ class HttpWorld(AsyncioNode):
         self._frame_bytes_max = frame_bytes_max
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._timer: FineTimer | None = None
         self._transports: set[asyncio.Transport] = set()
         self.url = ""  # known once it listens
         self.application = web.Application(client_max_size=frame_bytes_max)
@@ -80,6 +85,8 @@ class HttpWorld(AsyncioNode):
     async def stop(self) -> None:
         """Close the server, the connections and everything the node was doing."""
         self.stop_tasks()
+        if self._timer is not None:
+            self._timer.close()
         for transport in list(self._transports):  # a dead process does not say goodbye
             transport.abort()
         if self._session is not None:
@@ -110,16 +117,20 @@ class HttpWorld(AsyncioNode):
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         length = sum(len(part) for part in parts)
-        headers = {SOURCE_HEADER: self.name, "Content-Length": str(length), "Content-Type": "application/octet-stream"}
-        body = self._paced(parts) if self.paced or self.line.latency_ms else b"".join(parts)
+        headers = self._headers() | {SOURCE_HEADER: self.name, "Content-Length": str(length)}
+        body = self._paced(parts) if self.paced else b"".join(parts)
         try:
             async with self._session.post(f"{self.book[target]}/call", data=body, headers=headers) as response:
-                if response.status != 200:
-                    reason = (await response.content.read(REASON_BYTES_MAX)).decode("utf-8", "replace")
-                    if response.status == UNREACHABLE_STATUS:
-                        raise Unreachable(reason or f"{target!r} could not be reached")
-                    raise Refused(reason or f"{target!r} answered with status {response.status}")
-                frame = await self._read_frame(response.content)
+                if response.status == 200:
+                    frame = await self._read_frame(response.content)
+                else:
+                    frame = await response.content.read(REASON_BYTES_MAX)
+            await self._held(response.headers)
+            if response.status != 200:
+                reason = frame.decode("utf-8", "replace")
+                if response.status == UNREACHABLE_STATUS:
+                    raise Unreachable(reason or f"{target!r} could not be reached")
+                raise Refused(reason or f"{target!r} answered with status {response.status}")
             return decode(frame, bytes_max=self._frame_bytes_max)
         except BadMessage as error:
             raise Refused(f"{target!r} sent a bad reply: {error}") from error
@@ -140,9 +151,10 @@ class HttpWorld(AsyncioNode):
             self._transports.add(request.transport)
         try:
             frame = await self._read_frame(request.content)
+            await self._held(request.headers)
             message = decode(frame, bytes_max=self._frame_bytes_max)
         except BadMessage as error:
-            return web.Response(status=400, text=str(error)[:REASON_BYTES_MAX])
+            return web.Response(status=400, text=str(error)[:REASON_BYTES_MAX], headers=self._headers(text=True))
         _CALLER.set(request.remote or "")
         # its own task, so that a caller that hangs up does not stop the handler
         serving = self.start_task(self.answer(source, message))
@@ -150,10 +162,10 @@ class HttpWorld(AsyncioNode):
         try:
             reply = encode(await asyncio.shield(serving))
         except (Refused, BadMessage) as error:
-            return web.Response(status=422, text=str(error)[:REASON_BYTES_MAX])
-        if not (self.paced or self.line.latency_ms):
-            return web.Response(body=reply, content_type="application/octet-stream")
-        response = web.StreamResponse(headers={"Content-Length": str(len(reply))})
+            return web.Response(status=422, text=str(error)[:REASON_BYTES_MAX], headers=self._headers(text=True))
+        if not self.paced:
+            return web.Response(body=reply, headers=self._headers())
+        response = web.StreamResponse(headers=self._headers() | {"Content-Length": str(len(reply))})
         with contextlib.suppress(ConnectionResetError):  # a caller that has gone wants no answer
             await response.prepare(request)
             async for piece in self._paced([reply]):
@@ -162,20 +174,38 @@ class HttpWorld(AsyncioNode):
         return response
 
     # ------------------------------------------------------------------------------------------------------- bytes
+    def _headers(self, *, text: bool = False) -> dict[str, str]:
+        """What every message of this node says of itself."""
+        kind = {} if text else {"Content-Type": "application/octet-stream"}
+        return kind | ({LATENCY_HEADER: f"{self.line.latency_ms:g}"} if self.line.latency_ms else {})
+
+    async def _held(self, headers: Mapping[str, str]) -> None:
+        """A message has come whole: wait for the latency of its sender's line and of this one."""
+        come_s, said = time.monotonic(), headers.get(LATENCY_HEADER, "0")
+        try:
+            theirs_ms = float(said)
+        except ValueError:
+            theirs_ms = -1.0
+        if not 0 <= theirs_ms <= LATENCY_MS_MAX:
+            raise BadMessage(f"header {LATENCY_HEADER} is {said[:40]!r}, expected 0 to {LATENCY_MS_MAX:g}")
+        if held_ms := theirs_ms + self.line.latency_ms:
+            await self.sleep_until(come_s - self._started_s + held_ms / 1000)
+
+    async def sleep_until(self, instant_s: float) -> None:
+        self._timer = self._timer or FineTimer()
+        await self._timer.until(self._started_s + instant_s)
+
     async def _paced(self, parts: list[Any]) -> AsyncIterator[bytes]:
-        """The bytes of `parts` as this node's uplink lets them go, the first one latency late."""
-        delay_s = self.line.latency_ms / 1000
+        """The bytes of `parts` as this node's uplink lets them go."""
         view, passed_s = memoryview(b"".join(parts)), self.elapsed_s()
         for at in range(0, len(view), PACE_BYTES):
             piece = view[at : at + PACE_BYTES]
             passed_s = self.uplink.reserve(len(piece), max(passed_s, self.elapsed_s() - CATCH_UP_S))
-            await self.sleep_until(passed_s + (delay_s if at == 0 else 0.0))
+            await self.sleep_until(passed_s)
             yield bytes(piece)
 
     async def _read_frame(self, stream: aiohttp.StreamReader) -> bytes:
         """Exactly one frame from `stream`, at this node's downlink rate. Raises BadMessage for too few or many."""
-        if self.line.latency_ms:
-            await asyncio.sleep(self.line.latency_ms / 1000)
         try:
             async with asyncio.timeout(READ_IDLE_S):
                 frame = bytearray(await stream.readexactly(PREFIX.size))
