@@ -1,7 +1,7 @@
 """Why: a swarm, a broadcast and whatever comes next differ in their roles, promises and figures, and in nothing else.
 
 `sim/run.py` is the one way in which a scenario is run: network, lives and faults, oversight, settling, log, figures,
-report. What differs is a `Play`, one file here; `KINDS` in `sim/scenario.py` has its line (roles, and the part of the
+report. What differs is a `Play`, one file here; `KINDS` in `sim/kind_table.py` has its line (roles, and the part of the
 file that calls for it). A kind's module offers `begin(scenario, seed, model_path) -> Play`.
 """
 

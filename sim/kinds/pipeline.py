@@ -34,7 +34,8 @@ from sim.kinds.pipeline_checks import PipelineFacts, PipelineView
 from sim.kinds.pipeline_figures import PipelineTally
 from sim.kinds.pipeline_standin import VOCABULARY, StandInReplay, answer_of, parts_of, size_between
 from sim.model_sizes import MODEL_SIZES
-from sim.scenario import Member, PipelinePart, RingPart, Scenario, ScenarioError
+from sim.scenario import Member, Scenario, ScenarioError
+from sim.scenario_parts import PipelinePart, RingPart
 from sim.watch import Watch
 from sim.world import SimFabric, SimWorld
 
