@@ -318,15 +318,31 @@ class _Generation:
         if self.engine.keep_states:
             for row, states_CD in zip(full, states_BCD, strict=True):
                 row.states.append(states_CD)
-        for row, proof in zip(full, self._proofs(states_BCD.flatten(0, 1)), strict=False):
-            row.proofs.append(proof)
+        self._prove(full, states_BCD)
 
-    def _proofs(self, states_TD: torch.Tensor) -> list[bytes]:
+    def _prove(self, rows: Sequence[_Row], states_BCD: torch.Tensor) -> None:
+        """One more proof for each row, of its states there."""
         settings = self.engine.proof
         if settings is None:
-            return []
-        proofs = build_proofs(states_TD, chunk_tokens=self.chunk, top_k=settings.top_k, mode=settings.mode)
-        return [proof.encode() for proof in proofs]
+            return
+        proofs = build_proofs(
+            states_BCD.flatten(0, 1), chunk_tokens=states_BCD.shape[1], top_k=settings.top_k, mode=settings.mode
+        )
+        for row, proof in zip(rows, proofs, strict=True):
+            row.proofs.append(proof.encode())
+
+    def _commit_rest(self, rows: Sequence[_Row]) -> None:
+        """Prove the last chunks of rows that have ended, those of equal length in one go."""
+        by_rest: dict[int, list[_Row]] = {}
+        for row in rows:
+            if rest := len(row.tokens) % self.chunk:
+                by_rest.setdefault(rest, []).append(row)
+        for rest, alike in by_rest.items():
+            tails_BCD = self.states_BCD[[row.slot for row in alike], :rest]
+            if self.engine.keep_states:
+                for row, tail_CD in zip(alike, tails_BCD, strict=True):
+                    row.states.append(tail_CD)
+            self._prove(alike, tails_BCD)
 
     def _retire(self, start: int) -> None:
         """Rows that have ended leave; the last row moves into the gap."""
@@ -335,6 +351,7 @@ class _Generation:
             for place in range(start, len(self.rows))
             if len(self.rows[place].tokens) == self.max_new_tokens or self.rows[place].tokens[-1] in self.ends
         ]
+        self._commit_rest([self.rows[place] for place in ended])
         for place in reversed(ended):
             row = self.rows[place]
             last = self.rows.pop()
@@ -346,11 +363,6 @@ class _Generation:
             self._arrange()
 
     def _finish(self, row: _Row) -> None:
-        rest = len(row.tokens) % self.chunk
-        if rest:
-            tail_CD = self.states_BCD[row.slot, :rest].clone()
-            row.states.append(tail_CD)
-            row.proofs += self._proofs(tail_CD)
         states = None
         if self.engine.keep_states:
             with torch.inference_mode(False):

@@ -253,6 +253,15 @@ def test_whatever_a_verifier_does_is_a_score(bad_scorers: ScorerPool, answer: st
     assert scores[0].value == (0.5 if answer == "half" else 0.0)
 
 
+def test_each_of_many_answers_gets_its_own_score_whoever_dies_between_them(bad_scorers: ScorerPool) -> None:
+    """Questions lie ahead in the pipe; who fails is never mistaken for a neighbour, and nobody's time is another's."""
+    answers = ["fine", "die", "half", "fine", "long", *["fine"] * 13, "die", "x" * 40_000, "raise", "talk", "fine"]
+    scores = bad_scorers.score([(BAD, answer) for answer in answers])
+    assert [score.solved for score in scores] == [answer in ("fine", "x" * 40_000) for answer in answers]
+    reasons = {answer: score.reason for answer, score in zip(answers, scores, strict=True)}
+    assert reasons["half"] == "half right" and "RuntimeError" in reasons["raise"] and "status 3" in reasons["die"]
+
+
 def test_a_pool_does_not_block_its_caller_beyond_the_limit(bad_scorers: ScorerPool) -> None:
     """Two loops one after another on one process: each is ended at its own second."""
     started = time.monotonic()

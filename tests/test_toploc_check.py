@@ -23,6 +23,7 @@ from refimpl.toploc.check import (
     _claims_outside,
     _distance,
     judge,
+    verify_answers,
     verify_proofs,
 )
 from refimpl.toploc.proof import BadProof, Mode, Proof, build_proofs, decode_all
@@ -127,6 +128,26 @@ def test_honest_proofs_are_accepted_without_error(mode: Mode, sizes: tuple[int, 
     assert verification.accepted and verification.code == "accepted"
     assert all(score == (0, 0.0, 0.0) for score in triples(verification))
     assert len(verification.chunks) == -(-sizes[0] // 32)
+
+
+@pytest.mark.parametrize("mode", ["strict", "published"])
+def test_many_answers_at_once_get_the_verdicts_of_each_alone(mode: Mode) -> None:
+    answers = [gaussian(tokens, 67, seed=tokens) for tokens in (3, 1, 32, 33, 71, 2)]
+    honest = [encoded(states, mode="strict") for states in answers]
+    other = encoded(gaussian(33, 67, seed=5), mode="strict")
+    for proofs in (
+        honest,
+        [*honest[:3], other, *honest[4:]],  # another answer's
+        [honest[0], [], *honest[2:]],
+        [[*honest[0], *honest[1]], [], *honest[2:]],  # as many as there are chunks, but not each its own
+        [honest[0], [b"no proof"], *honest[2:]],
+    ):
+        alone = [verify_proofs(states, mine, mode=mode) for states, mine in zip(answers, proofs, strict=True)]
+        assert verify_answers(answers, proofs, mode=mode) == alone
+    assert all(verdict.accepted for verdict in verify_answers(answers, honest))
+    assert [verdict.accepted for verdict in verify_answers(answers, [*honest[:3], other, *honest[4:]])] == [
+        True, True, True, False, True, True,
+    ]  # fmt: skip
 
 
 def test_an_empty_answer_has_no_proofs_and_nothing_to_check() -> None:

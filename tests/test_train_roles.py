@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from refimpl.grpo.vault import WEIGHTS, Vault, VaultError
+from refimpl.tasks.scorer import own_rewards
 from refimpl.training.plain import PlainRun, run_plain
 from refimpl.training.plan import TrainPlan
 from refimpl.worlds.local import LocalFabric
-from tests.training_run import TrainingRun, scores, small_plan
+from tests.training_run import TrainingRun, small_plan
 
 _PLAIN: dict[str, PlainRun] = {}
 
@@ -21,7 +22,9 @@ _PLAIN: dict[str, PlainRun] = {}
 def plain(plan: TrainPlan) -> PlainRun:
     """Made once for all tests that compare with it."""
     return (
-        _PLAIN.setdefault(repr(plan), run_plain(plan, score=scores)) if repr(plan) not in _PLAIN else _PLAIN[repr(plan)]
+        _PLAIN.setdefault(repr(plan), run_plain(plan, score=own_rewards))
+        if repr(plan) not in _PLAIN
+        else _PLAIN[repr(plan)]
     )
 
 

@@ -11,10 +11,11 @@ import pytest
 
 from refimpl.grpo.messages import Offer, SlotGiven
 from refimpl.grpo.rollout import Sample
+from refimpl.tasks.scorer import own_rewards
 from refimpl.training.bench import Bench, packed
 from refimpl.training.cheats import CHEATS
 from refimpl.training.watch import idle_shares, overlap_share
-from tests.training_run import scores, small_plan
+from tests.training_run import small_plan
 
 SLOT = SlotGiven(index=3, folder=2, checkpoint=0, counter=1, place=1)
 KEY = "ab" * 32
@@ -22,7 +23,7 @@ KEY = "ab" * 32
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return Bench(small_plan(max_age=2), score=scores)
+    return Bench(small_plan(max_age=2), score=own_rewards)
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,13 @@ from safetensors.torch import load_file
 
 from refimpl.grpo.staleness import violations
 from refimpl.grpo.vault import WEIGHTS, Vault
+from refimpl.tasks.scorer import own_rewards
 from refimpl.training.launch import Crew, Followed
 from refimpl.training.plain import run_plain
 from refimpl.training.plan import TrainPlan
 from refimpl.training.seats import nodes_of, role_of
 from refimpl.training.watch import read_events
 from tests.paths import TINY_MODEL
-from tests.training_run import scores
 
 WAIT_S = 240.0
 LOOK_S = 0.05
@@ -156,7 +156,7 @@ def judge(plan: TrainPlan, folder: Path, figures: Figures) -> None:
     figures.skipped_with_a_word += skipped
     if not skipped:
         whole = load_file(vault.folder(plan.steps) / WEIGHTS)
-        plain = run_plain(plan, score=scores).weights
+        plain = run_plain(plan, score=own_rewards).weights
         different = [name for name, tensor in plain.items() if not torch.equal(whole[name], tensor)]
         figures.broken += [f"round {figures.rounds - 1}: {name} is not the plain loop's" for name in different[:1]]
         figures.bit_for_bit += not different

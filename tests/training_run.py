@@ -6,14 +6,11 @@ The model runs for real; by default time is virtual, so that a busy machine chan
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from refimpl.calls import Patience
-from refimpl.tasks.problem import Problem
-from refimpl.tasks.scorer import score
-from refimpl.tasks.table import find_task
+from refimpl.tasks.scorer import own_rewards
 from refimpl.training.outfit import RealOutfit
 from refimpl.training.plan import TrainPlan
 from refimpl.training.seats import Seat, Tempo, nodes_of, role_of, take_seat
@@ -29,15 +26,6 @@ QUICK = Tempo(
 )
 SECONDS = {"trainer": 1.0, "worker": 0.7, "validator": 0.2, "relay": 0.0}
 """What a step, a unit, a check take in virtual time."""
-
-
-def scores(answers: Sequence[tuple[Problem, str]]) -> list[float]:
-    """In this process: these tests are not about hostile answers, and a pool of processes takes seconds to start."""
-    return [
-        float(score(task, problem.reference, answer)["value"] >= task.solved_at)
-        for problem, answer in answers
-        for task in [find_task(problem.task)]
-    ]
 
 
 def small_plan(**changes: Any) -> TrainPlan:
@@ -76,7 +64,7 @@ class TrainingRun:
 
         seat = Seat(
             world=world, plan=self.plan, folder=self.folder / own, stop=self.stop, journal=note, tempo=QUICK,
-            outfit=RealOutfit(score=scores), found=self.roles,
+            outfit=RealOutfit(score=own_rewards), found=self.roles,
         )  # fmt: skip
         world.spawn(take_seat(seat), "seat")
 

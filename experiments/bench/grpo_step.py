@@ -1,12 +1,16 @@
-"""How fast is one optimizer step of GRPO beside TRL's, on the same weights and the same batch, and is it the same step?
+"""How fast is one step of GRPO beside TRL's, on the same weights and the same batch, and is it the same step?
 
     python -m experiments.bench.grpo_step --trl-python PATH/TO/VENV/bin/python [--model models/SmolLM2-135M-Instruct]
 
-All sides do log-probabilities with gradient, two-sided clip, backward, gradient norm, AdamW; each in a process of its
-own, taking turns (A B C A B C …), float32. A batch is groups of 16 completions to a prompt of 16 tokens. TRL runs its
-own `GRPOTrainer.compute_loss`, once with its defaults, which recompute activations ("gradient checkpointing"), and once
+Each side in a process of its own, taking turns (A B C A B C …), float32. A batch is groups of 16 completions to a
+prompt of 16 tokens. TRL runs once with its defaults, which recompute activations ("gradient checkpointing"), and once
 without, its fastest. Cases: a random Llama (hidden 128, 4 layers, vocabulary 512) with 64 completions of 64 tokens, the
 same with ragged completions (4 to 64 tokens, log-uniform), and with `--model` that model, 16 completions, both ways.
+
+    update      log-probabilities with gradient, two-sided clip, backward, gradient norm, AdamW, of a batch that is
+                given; TRL's own `GRPOTrainer.compute_loss`
+    whole step  the batch is generated first, decoded and rewarded (no answer ends early); TRL's own `train()`. Ours
+                once more with what TRL has not: a TOPLOC proof of every 32 tokens
 
 Times are CPU seconds of the process on `--threads` threads, which a busy machine stretches less than wall time; medians
 over the repetitions, the first step of each side left out. Loss and gradient norm of that first step are compared.
@@ -25,21 +29,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from experiments.bench.grpo_whole import (
+    ANSWER,
+    CLIP_NORM,
+    GROUP,
+    LEARNING_RATE,
+    PROMPT,
+    Clock,
+    Step,
+    ours_whole,
+    train_trl_whole,
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
-PROMPT, ANSWER, GROUP = 16, 64, 16
-LEARNING_RATE, CLIP_NORM = 1e-5, 0.1
-
-Step = Callable[[], tuple[float, float]]
-"""One whole optimizer step: (loss, gradient norm)."""
 
 
 def make_batch(path: Path, count: int, vocabulary: int, ragged: bool, seed: int) -> int:
@@ -159,26 +169,30 @@ def trls(model: Path, batch: dict[str, np.ndarray], checkpointing: bool) -> Step
 # --- taking turns -----------------------------------------------------------------------------------------------------
 
 
-def serve(side: str, model: Path, batch: Path, threads: int) -> None:
+def serve(side: str, whole: bool, model: Path, batch: Path, threads: int) -> None:
     """Take one step for each line on stdin; answer with a line of JSON."""
     torch.set_num_threads(threads)
     with np.load(batch) as stored:
         arrays = dict(stored)
-    step = ours(model, arrays) if side == "ours" else trls(model, arrays, checkpointing=side == "trl-default")
+    if whole and side.startswith("trl"):
+        train_trl_whole(model, arrays, checkpointing=side == "trl-default")
+        return
+    if side.startswith("trl"):
+        step = trls(model, arrays, checkpointing=side == "trl-default")
+    else:
+        step = ours_whole(model, arrays, proven=side == "ours-proven") if whole else ours(model, arrays)
     for _ in sys.stdin:
-        wall, cpu = time.perf_counter(), time.process_time()
-        loss, norm = step()
-        reply = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall, "loss": loss, "norm": norm}
-        print("REPLY " + json.dumps(reply), flush=True)
+        clock = Clock()
+        clock.reply(*step())
 
 
 class Side:
     """One side in a process of its own."""
 
-    def __init__(self, side: str, python: str, model: Path, batch: Path, threads: int) -> None:
+    def __init__(self, side: str, whole: bool, python: str, model: Path, batch: Path, threads: int) -> None:
         command = [python, str(Path(__file__).resolve()), "--serve", side, "--model", str(model), "--batch", str(batch)]
         self._process = subprocess.Popen(
-            [*command, "--threads", str(threads)],
+            [*command, "--threads", str(threads), *(["--whole"] if whole else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -206,11 +220,11 @@ def weight_bytes(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-def compare(name: str, model: Path, batch: Path, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    sides = {"ours": Side("ours", sys.executable, model, batch, args.threads)}
+def compare(name: str, whole: bool, model: Path, batch: Path, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    pythons = {"ours": sys.executable} | ({"ours-proven": sys.executable} if whole else {})
     if args.trl_python:
-        for side in ("trl", "trl-default"):
-            sides[side] = Side(side, args.trl_python, model, batch, args.threads)
+        pythons |= {"trl": args.trl_python, "trl-default": args.trl_python}
+    sides = {side: Side(side, whole, python, model, batch, args.threads) for side, python in pythons.items()}
     times: dict[str, list[float]] = {side: [] for side in sides}
     first: dict[str, dict[str, float]] = {}
     repetitions = args.repetitions if weight_bytes(model) < 1e8 else max(1, args.repetitions // 5)
@@ -223,22 +237,25 @@ def compare(name: str, model: Path, batch: Path, tokens: int, args: argparse.Nam
                 times[side].append(reply["cpu_s"])
     for process in sides.values():
         process.close()
-    row: dict[str, Any] = {"case": name, "tokens": tokens, "ours_s": statistics.median(times["ours"])}
+    what = "whole step" if whole else "update"
+    row: dict[str, Any] = {"case": f"{what}, {name}", "tokens": tokens}
+    row["seconds"] = {side: statistics.median(spent) for side, spent in times.items()}
     if "trl" in sides:
-        row |= {
-            "trl_s": statistics.median(times["trl"]),
-            "trl_default_s": statistics.median(times["trl-default"]),
-            "ratio": statistics.median(a / b for a, b in zip(times["ours"], times["trl"], strict=True)),
-            "ratio_default": statistics.median(a / b for a, b in zip(times["ours"], times["trl-default"], strict=True)),
-            "loss_difference": abs(first["ours"]["loss"] - first["trl"]["loss"]),
-            "norm_ratio": first["ours"]["norm"] / first["trl"]["norm"],
+        row["ratios"] = {
+            f"{mine} / {side}": statistics.median(a / b for a, b in zip(times[mine], times[side], strict=True))
+            for mine in times
+            if mine.startswith("ours")
+            for side in ("trl", "trl-default")
         }
+    if "trl" in sides and not whole:
+        row["loss_difference"] = abs(first["ours"]["loss"] - first["trl"]["loss"])
+        row["norm_ratio"] = first["ours"]["norm"] / first["trl"]["norm"]
     print(json.dumps(row), flush=True)
     return row
 
 
-def cases(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path, int, bool]]:
-    """(name, model, completions, ragged)."""
+def cases(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, bool, Path, int, bool]]:
+    """(name, whole steps, model, completions, ragged)."""
     from refimpl.model.config import ModelConfig
     from refimpl.model.weights import random_decoder, save_checkpoint
 
@@ -255,11 +272,13 @@ def cases(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path, i
         eos_ids=(1,),
     )
     save_checkpoint(random_decoder(small, seed=1), folder / "small")
-    for ragged in (False, True):
-        yield f"random Llama, 64 x {'4..64' if ragged else 64}", folder / "small", 64, ragged
+    models = [("random Llama", folder / "small", 64)]
     if args.model:
-        for ragged in (False, True):
-            yield f"{Path(args.model).name}, 16 x {'4..64' if ragged else 64}", Path(args.model), 16, ragged
+        models.append((Path(args.model).name, Path(args.model), 16))
+    for name, model, count in models:
+        yield f"{name}, {count} x 64", True, model, count, False
+        yield f"{name}, {count} x 64", False, model, count, False
+        yield f"{name}, {count} x 4..64", False, model, count, True
 
 
 def main() -> None:
@@ -268,11 +287,12 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint folder to compare on too")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--serve", choices=("ours", "trl", "trl-default"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=("ours", "ours-proven", "trl", "trl-default"), help=argparse.SUPPRESS)
+    parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--batch", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, Path(args.model), Path(args.batch), args.threads)
+        serve(args.serve, args.whole, Path(args.model), Path(args.batch), args.threads)
         return
     if args.trl_python is None and importlib.util.find_spec("trl") is not None:
         args.trl_python = sys.executable
@@ -281,11 +301,11 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for number, (case, model, count, ragged) in enumerate(cases(args, folder)):
+        for number, (case, whole, model, count, ragged) in enumerate(cases(args, folder)):
             vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
             batch = folder / f"batch{number}.npz"
             tokens = make_batch(batch, count, vocabulary, ragged, seed=number)
-            rows.append(compare(case, model, batch, tokens, args))
+            rows.append(compare(case, whole, model, batch, tokens, args))
     write(rows, args)
 
 
@@ -296,21 +316,26 @@ def write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     if not args.trl_python:
         return
     lines = [
-        "# One optimizer step of GRPO, beside TRL 1.16.0",
+        "# One step of GRPO, beside TRL 1.16.0",
         "",
         f"CPU seconds, medians, taking turns; {about}. Made by `python -m experiments.bench.grpo_step`.",
         "",
         "| case | tokens trained | ours | TRL, fastest | TRL, defaults | ours / fastest | ours / defaults "
         "| losses differ by | gradient norms, ratio |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        *(
-            f"| {r['case']} | {r['tokens']} | {r['ours_s']:.3f} | {r['trl_s']:.3f} | {r['trl_default_s']:.3f} "
-            f"| **{r['ratio']:.2f}** | **{r['ratio_default']:.2f}** | {r['loss_difference']:.1e} "
-            f"| {r['norm_ratio']:.6f} |"
-            for r in rows
-        ),
-        "",
     ]
+    for row in rows:
+        for mine in [side for side in row["seconds"] if side.startswith("ours")]:
+            name = row["case"] + (", with proofs" if mine == "ours-proven" else "")
+            seconds = " | ".join(f"{row['seconds'][side]:.3f}" for side in (mine, "trl", "trl-default"))
+            ratios = " | ".join(f"**{row['ratios'][f'{mine} / {side}']:.2f}**" for side in ("trl", "trl-default"))
+            same = (
+                f"{row['loss_difference']:.1e} | {row['norm_ratio']:.6f}"
+                if "norm_ratio" in row
+                else "other answers | –"
+            )
+            lines.append(f"| {name} | {row['tokens']} | {seconds} | {ratios} | {same} |")
+    lines.append("")
     (RESULTS / "grpo_step.md").write_text("\n".join(lines))
 
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 from refimpl.grpo.messages import Offer, SlotGiven
 from refimpl.grpo.rollout import Sample
 from refimpl.tasks.problem import Problem
-from refimpl.tasks.scorer import score
+from refimpl.tasks.scorer import own_rewards
 from refimpl.tasks.table import find_task
 from refimpl.threads import set_threads
 from refimpl.training.bench import Bench, MadeUnit
@@ -59,19 +59,10 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def scores(answers: Sequence[tuple[Problem, str]]) -> list[float]:
-    """In this process: the answers are this process's own."""
-    return [
-        float(score(task, problem.reference, answer)["value"] >= task.solved_at)
-        for problem, answer in answers
-        for task in [find_task(problem.task)]
-    ]
-
-
 def true_reward(batch: Sequence[Sample]) -> float:
     """Mean task reward by the verifier, whatever the rows say."""
     answers = [(problem_of(row.problem_id), row.completion) for row in batch]
-    return float(np.mean(scores(answers)))
+    return float(np.mean(own_rewards(answers)))
 
 
 def problem_of(problem_id: str) -> Problem:
@@ -123,7 +114,7 @@ def one_run(ablation: str, setting: str, seed: int, steps: int) -> dict[str, Any
 
     figures = run_plain(
         plan,
-        score=scores,
+        score=own_rewards,
         alter=alter,
         make=some_cheat(plan) if ablation == "cheats" else None,
     ).figures

@@ -61,8 +61,10 @@ class TrainSample:
 
 def answer_length(tokens: Sequence[int] | npt.NDArray[np.integer], end_ids: Collection[int]) -> int:
     """Tokens up to and including the first end token; all of them where there is none (the answer was cut)."""
-    ends = np.flatnonzero(np.isin(np.asarray(tokens), list(end_ids)))
-    return int(ends[0]) + 1 if len(ends) else len(tokens)
+    for place, token in enumerate(tokens if isinstance(tokens, list) else np.asarray(tokens).tolist()):
+        if token in end_ids:
+            return place + 1
+    return len(tokens)
 
 
 def cut(samples: Sequence[TrainSample], capacity: int) -> tuple[list[TrainSample], int]:

@@ -5,8 +5,9 @@ what comes out. The gradient does not depend on how samples fall into rows, micr
 denominator serves the whole step. A step whose loss or gradient is not finite is dropped whole and counted: the weights
 stay as they were.
 
-Differs from the original (prime-rl, April 2025): 1) the learning rate is constant after its warm-up, where there was a
-cosine over 10^19 steps; 2) non-finite steps are skipped; 3) micro-batches are bounded in cells, not in samples.
+Differs from the original (prime-rl, April 2025): 1) the learning rate is constant after its warm-up, or falls linearly,
+where there was a cosine over 10^19 steps; 2) non-finite steps are skipped; 3) micro-batches are bounded in cells, not
+in samples.
 
 Shapes: N scored tokens of a micro-batch, T cells of a row.
 """
@@ -42,6 +43,7 @@ class StepConfig:
     new_tokens_max: int = 1024  # longest answer allowed; Dr. GRPO's constant
     learning_rate: float = 3e-7
     warm_up_steps: int = 25  # the rate rises linearly over so many steps
+    decay_steps: int = 0  # then it falls linearly, to 0 after so many more; 0: it stays
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.01
@@ -53,8 +55,9 @@ class StepConfig:
         for name in ("temperature", "learning_rate", "clip_norm", "new_tokens_max", "micro_cells"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
-        if self.warm_up_steps < 0:
-            raise ValueError(f"warm_up_steps is {self.warm_up_steps}, expected 0 or more")
+        for name in ("warm_up_steps", "decay_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 or more")
 
 
 class Policy(nn.Module):
@@ -217,8 +220,10 @@ class Learner:
             start += count
 
     def _learning_rate(self) -> float:
-        warm = self.config.warm_up_steps
-        return self.config.learning_rate * (min(1.0, (self.steps_applied + 1) / warm) if warm else 1.0)
+        step, warm, decay = self.steps_applied, self.config.warm_up_steps, self.config.decay_steps
+        rising = min(1.0, (step + 1) / warm) if warm else 1.0
+        falling = max(0.0, 1.0 - max(0, step - warm) / decay) if decay else 1.0
+        return self.config.learning_rate * rising * falling
 
     # -- the other ranks --
 

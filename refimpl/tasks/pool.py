@@ -21,12 +21,13 @@ from typing import Any
 
 from refimpl.tasks import code, jail
 from refimpl.tasks.child import Child, ChildFailed
-from refimpl.tasks.problem import Problem, Score, Task
+from refimpl.tasks.problem import Problem, Score
 from refimpl.tasks.strict_json import BadJson, parse_strict
 from refimpl.tasks.table import find_task
 
 OUTPUT_BYTES_MAX = 1 << 20  # of a jailed program
 REPLY_BYTES_MAX = 4096  # of a scorer
+AHEAD, AHEAD_BYTES = 12, 32 << 10  # questions in a scorer's pipe: both pipes hold 64 KiB, so that no one waits to write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class ScorerPool:
         self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()  # None: to be started when needed
         for _ in range(processes):
             self._idle.put(None)
+        self._processes = processes
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="scorer")
 
     def __enter__(self) -> ScorerPool:
@@ -79,52 +81,75 @@ class ScorerPool:
         for problem, _ in answers:
             if problem.task not in self._tasks:
                 raise ValueError(f"task {problem.task!r} is not one this pool was made for: {sorted(self._tasks)}")
-        return list(self._threads.map(lambda pair: self._one(*pair), answers))
+        found: dict[int, tuple[float, str]] = {}
+        programs: list[int] = []
+        texts: list[int] = []
+        for index, (problem, answer) in enumerate(answers):
+            size = len(answer.encode("utf-8", "surrogatepass"))
+            if size > self.limits.answer_bytes:
+                found[index] = 0.0, f"{size} bytes, at most {self.limits.answer_bytes} are read"
+            else:
+                (programs if self._tasks[problem.task].runs_code else texts).append(index)
+        shares = [share for start in range(self._processes) if (share := texts[start :: self._processes])]
+        run = self._threads.map(lambda index: self._run_program(*answers[index]), programs)
+        asked = self._threads.map(lambda share: self._ask([answers[index] for index in share]), shares)
+        found |= dict(zip(programs, run, strict=True))
+        for share, replies in zip(shares, asked, strict=True):
+            found |= dict(zip(share, replies, strict=True))
+        return [self._score(problem, *found[index]) for index, (problem, _) in enumerate(answers)]
 
-    def _one(self, problem: Problem, answer: str) -> Score:
-        task = self._tasks[problem.task]
-        size = len(answer.encode("utf-8", "surrogatepass"))
-        if size > self.limits.answer_bytes:
-            return Score(value=0.0, solved=False, reason=f"{size} bytes, at most {self.limits.answer_bytes} are read")
-        try:
-            value, reason = (self._run_program if task.runs_code else self._ask)(task, problem, answer)
-        except ChildFailed as failure:
-            value, reason = 0.0, failure.args[0]
-        solved = value >= task.solved_at
+    def _score(self, problem: Problem, value: float, reason: str) -> Score:
+        solved = value >= self._tasks[problem.task].solved_at
         return Score(value=value, solved=solved, reason="" if solved else reason)
 
-    def _ask(self, task: Task, problem: Problem, answer: str) -> tuple[float, str]:
-        """Ask an idle scorer; one that fails is not used again."""
-        child = self._idle.get()
-        try:
-            if child is None or not child.alive:
-                child = self._start()
-            request = {
-                "task": task.name,
-                "reference": problem.reference,
-                "answer": answer,
-                "time_s": self.limits.time_s,
-            }
-            reply = _exchange(child, request, time.monotonic() + self.limits.time_s)
+    def _ask(self, answers: Sequence[tuple[Problem, str]]) -> list[tuple[float, str]]:
+        """(value, reason) of each, from an idle scorer. One that fails at an answer is not used again: another gets the
+        rest."""
+        found: list[tuple[float, str]] = []
+        while len(found) < len(answers):
+            child = self._idle.get()
+            try:
+                if child is None or not child.alive:
+                    child = self._start()
+                self._question(child, answers[len(found) :], found)
+            except ChildFailed as failure:
+                if child is not None:
+                    child.kill()
+                    child = None
+                timed_out = failure.args[0] == "time-out"
+                found.append((0.0, f"time-out after {self.limits.time_s} s" if timed_out else failure.args[0]))
+            finally:
+                self._idle.put(child)
+        return found
+
+    def _question(self, child: Child, answers: Sequence[tuple[Problem, str]], found: list[tuple[float, str]]) -> None:
+        """Add a score for each answer to `found`. The next few questions lie in the pipe while one is worked at: a turn
+        of the processor for each would cost more than the scoring. Each has its own time, from the reply before it."""
+        requests = [
+            _framed({"task": one.task, "reference": one.reference, "answer": answer, "time_s": self.limits.time_s})
+            for one, answer in answers
+        ]
+        sent = 0
+        for number in range(len(requests)):
+            deadline = time.monotonic() + self.limits.time_s
+            while sent < len(requests) and (
+                sent == number or (sent < number + AHEAD and sum(map(len, requests[number : sent + 1])) <= AHEAD_BYTES)
+            ):
+                child.write(requests[sent], deadline)
+                sent += 1
+            reply = _reply(child, deadline)
             value, reason = reply.get("value"), reply.get("reason")
             if not isinstance(value, float) or not 0.0 <= value <= 1.0 or not isinstance(reason, str):
                 raise ChildFailed("the scorer gave no score")
-        except ChildFailed as failure:
-            if child is not None:
-                child.kill()
-                child = None
-            if failure.args[0] == "time-out":
-                raise ChildFailed(f"time-out after {self.limits.time_s} s") from None
-            raise
-        finally:
-            self._idle.put(child)
-        return value, reason
+            found.append((value, reason))
 
     def _start(self) -> Child:
         child = Child("refimpl.tasks.scorer", bare=False)
         first = {"tasks": self._verifiers, "memory_bytes": self.limits.memory_bytes}
         try:
-            reply = _exchange(child, first, time.monotonic() + self.limits.load_s)
+            deadline = time.monotonic() + self.limits.load_s
+            child.write(_framed(first), deadline)
+            reply = _reply(child, deadline)
         except ChildFailed as failure:
             child.kill()
             raise RuntimeError(f"a scorer for {self._verifiers} does not start: {failure.args[0]}") from None
@@ -133,14 +158,17 @@ class ScorerPool:
             raise RuntimeError(f"a scorer for {self._verifiers} does not start: {reply['error']}")
         return child
 
-    def _run_program(self, task: Task, problem: Problem, answer: str) -> tuple[float, str]:
+    def _run_program(self, problem: Problem, answer: str) -> tuple[float, str]:
         """The program's outputs from a process of its own, then the verifier on them (they are strict JSON by then)."""
         program = code.program(answer)
         if program is None:
             return 0.0, "no program"
         reference = json.loads(problem.reference)
-        outputs = run_program(program, reference["entry"], [case[0] for case in reference["cases"]], self.limits)
-        return task.verify(reference, outputs)
+        try:
+            outputs = run_program(program, reference["entry"], [case[0] for case in reference["cases"]], self.limits)
+        except ChildFailed as failure:
+            return 0.0, failure.args[0]
+        return self._tasks[problem.task].verify(reference, outputs)
 
 
 def run_program(program: str, entry: str, inputs: list[list[Any]], limits: ScorerLimits) -> list[Any]:
@@ -174,9 +202,12 @@ def run_program(program: str, entry: str, inputs: list[list[Any]], limits: Score
         raise ChildFailed(f"the program's output is not readable: {error}"[:200]) from None
 
 
-def _exchange(child: Child, message: dict[str, Any], deadline: float) -> dict[str, Any]:
+def _framed(message: dict[str, Any]) -> bytes:
     data = json.dumps(message).encode()
-    child.write(len(data).to_bytes(4, "little") + data, deadline)
+    return len(data).to_bytes(4, "little") + data
+
+
+def _reply(child: Child, deadline: float) -> dict[str, Any]:
     size = int.from_bytes(child.read(4, deadline), "little")
     if size > REPLY_BYTES_MAX:
         raise ChildFailed(f"the scorer sent {size} bytes")

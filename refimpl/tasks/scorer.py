@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from refimpl.tasks import jail
-from refimpl.tasks.problem import Task
+from refimpl.tasks.problem import Problem, Task
 from refimpl.tasks.table import find_task
 
 
@@ -50,6 +51,15 @@ def score(task: Task, reference: str, answer: str) -> dict[str, Any]:
     if not 0.0 <= value <= 1.0:  # NaN is not either
         return {"value": 0.0, "reason": "the verifier gave no number from 0 to 1"}
     return {"value": value, "reason": str(reason)[:200]}
+
+
+def own_rewards(answers: Sequence[tuple[Problem, str]]) -> list[float]:
+    """Task rewards, in this process and unbounded: for answers of one's own making, never for a stranger's."""
+    tasks = [find_task(problem.task) for problem, _ in answers]
+    return [
+        float(score(task, problem.reference, answer)["value"] >= task.solved_at)
+        for task, (problem, answer) in zip(tasks, answers, strict=True)
+    ]
 
 
 def _warm(task: Task) -> None:

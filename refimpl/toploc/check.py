@@ -38,13 +38,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
 
 from refimpl.toploc.field import MODULUS_MAX, evaluate
-from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, BadProof, CannotProve, Mode, chunk_bits, decode_all, select
+from refimpl.toploc.proof import (
+    CHUNK_TOKENS,
+    TOP_K,
+    BadProof,
+    CannotProve,
+    Mode,
+    chunk_bits,
+    chunk_count,
+    decode_all,
+    select,
+)
 from refimpl.toploc.top import INFINITY
 
 MODULI_TRIED_MAX = 4096  # strict: no honest prover has to go further down for its modulus
@@ -155,14 +166,16 @@ def verify_proofs(
     chunk_tokens: int = CHUNK_TOKENS,
     top_k: int = TOP_K,
     prefill: torch.Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Verification:
     """Holds `proofs` against the verifier's own `states` (bf16 [T, D], any device) for the same tokens.
 
     Never raises for what stands in `proofs`; raises `ValueError` if the caller's own `states` have another dtype or
     shape.
     `prefill`: the prompt's own states, where the first proof binds the prompt (see `build_proofs`).
+    `lengths`: the states are of several answers, one after another, of so many tokens each (see `verify_answers`).
     """
-    bits, start_G = chunk_bits(states, chunk_tokens=chunk_tokens, top_k=top_k, prefill=prefill)
+    bits, start_G = chunk_bits(states, chunk_tokens=chunk_tokens, top_k=top_k, prefill=prefill, lengths=lengths)
     rules = RULES[mode]
     chunks = start_G.size - 1
     if rules.one_proof_per_chunk and len(proofs) != chunks:
@@ -197,6 +210,30 @@ def verify_proofs(
             )
             return _rejected("not_binding", sentence, chunk_scores)
     return judge(chunk_scores, thresholds, scale_bounds=rules.scale_bounds)
+
+
+def verify_answers(
+    states: Sequence[torch.Tensor],
+    proofs: Sequence[Sequence[bytes]],
+    *,
+    mode: Mode = "strict",
+    thresholds: Thresholds = PRESETS["paper"],
+    chunk_tokens: int = CHUNK_TOKENS,
+    top_k: int = TOP_K,
+) -> list[Verification]:
+    """The verdict of `verify_proofs` on each answer, the arithmetic of all of them in one go: for many answers of a few
+    tokens, where a call costs more than what it computes."""
+    options: dict[str, Any] = {"mode": mode, "thresholds": thresholds, "chunk_tokens": chunk_tokens, "top_k": top_k}
+    lengths = [len(one) for one in states]
+    chunks = [chunk_count(length, chunk_tokens=chunk_tokens) for length in lengths]
+    if len(states) > 1 and all(chunks) and chunks == [len(one) for one in proofs]:
+        whole = [proof for one in proofs for proof in one]
+        joint = verify_proofs(torch.cat(list(states)), whole, lengths=lengths, **options)
+        if joint.accepted:  # whatever else it is, is found answer by answer
+            stops = np.cumsum(chunks).tolist()
+            parts = [joint.chunks[stop - count : stop] for count, stop in zip(chunks, stops, strict=True)]
+            return [judge(part, thresholds, scale_bounds=RULES[mode].scale_bounds) for part in parts]
+    return [verify_proofs(one, mine, **options) for one, mine in zip(states, proofs, strict=True)]
 
 
 def judge(chunks: Sequence[ChunkScore], thresholds: Thresholds, *, scale_bounds: bool = True) -> Verification:

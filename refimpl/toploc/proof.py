@@ -139,14 +139,25 @@ def select(bits: np.ndarray, start_G: np.ndarray, top_k: int, *, mode: Mode) -> 
 
 
 def chunk_bits(
-    states: torch.Tensor, *, chunk_tokens: int, top_k: int, prefill: torch.Tensor | None = None
+    states: torch.Tensor,
+    *,
+    chunk_tokens: int,
+    top_k: int,
+    prefill: torch.Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(bit patterns uint16, flat; chunk borders int64 [G + 1] in it). The one place that says where chunks begin."""
+    """(bit patterns uint16, flat; chunk borders int64 [G + 1] in it). The one place that says where chunks begin: anew
+    with each answer, where `lengths` names the tokens of several."""
     if chunk_tokens < 1 or not 1 <= top_k < PRIME:
         raise ValueError(f"chunk_tokens {chunk_tokens} and top_k {top_k}: expected at least 1, top_k below {PRIME}")
     tokens, hidden = _checked(states, "states").shape
-    borders = np.minimum(np.arange(0, tokens + chunk_tokens, chunk_tokens), tokens)
-    start_G = borders[: 1 + chunk_count(tokens, chunk_tokens=chunk_tokens)] * hidden
+    if lengths is not None and sum(lengths) != tokens:
+        raise ValueError(f"answers of {sum(lengths)} tokens together, but states of {tokens}: expected as many")
+    first, begins = 0, []
+    for length in (tokens,) if lengths is None else lengths:
+        begins.append(np.arange(first, first + length, chunk_tokens, dtype=np.int64))
+        first += length
+    start_G = np.append(np.concatenate(begins), tokens) * hidden
     bits = _bits(states)
     if prefill is None:
         return bits, start_G

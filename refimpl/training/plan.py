@@ -28,10 +28,10 @@ class TrainPlan:
     level: int = 0
     dataset_length: int = 7364  # problems 0 … n - 1 of the task's training split
     # -- the batch --
-    steps: int = 240  # versions to make
+    steps: int = 200  # versions to make
     units_per_step: int = 4
-    problems_per_unit: int = 8
-    group: int = 16
+    problems_per_unit: int = 16
+    group: int = 8
     new_tokens_max: int = 4
     temperature: float = 1.0
     length_reward: str = "none"
@@ -47,8 +47,9 @@ class TrainPlan:
     # -- the step --
     trainer_processes: int = 1  # over which the trainer's model is sharded
     optimizer_steps: int = 1  # per version
-    learning_rate: float = 1e-4
+    learning_rate: float = 5e-4
     warm_up_steps: int = 20
+    decay: bool = True  # of the learning rate, linearly to 0 over all steps that the run has
     beta2: float = 0.99
     weight_decay: float = 0.0
     clip_norm: float = 1.0
@@ -124,6 +125,7 @@ class TrainPlan:
             new_tokens_max=self.new_tokens_max,
             learning_rate=self.learning_rate,
             warm_up_steps=self.warm_up_steps,
+            decay_steps=max(1, self.steps * self.optimizer_steps - self.warm_up_steps) if self.decay else 0,
             beta2=self.beta2,
             weight_decay=self.weight_decay,
             clip_norm=self.clip_norm,
