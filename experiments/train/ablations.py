@@ -1,6 +1,6 @@
 """What asynchrony, the second clip, the online filter and the verifier are worth: ablations on the tiny model.
 
-    python experiments/train/ablations.py [--only lag clip filter cheats] [--seeds 0 1 2] [--steps 120]
+    python experiments/train/ablations.py [--only lag clip filter cheats] [--seeds 0 1 2] [--steps 100]
 
 Each run is the plain loop of `refimpl/training/plain.py`, which an asynchronous run equals bit for bit
 (tests/test_train_roles.py). A run that is in `ablations.jsonl` is not made again, so the command goes on where it was
@@ -47,6 +47,7 @@ from sim.sweep import interval as student_interval
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "ablations.jsonl"
+HELD_OUT = 700  # problems
 LAST = 10  # versions that the final reward is the mean of
 STALE_EVERY, STALE_SHARE, STALE_RATIO = 4, 0.5, 30.0
 CHEAT_EVERY = 5
@@ -103,7 +104,9 @@ def some_cheat(plan: TrainPlan) -> Made:
 
 
 def one_run(ablation: str, setting: str, seed: int, steps: int) -> dict[str, Any]:
-    plan = TrainPlan(run_seed=seed, steps=steps, evaluate_every=steps, **SETTINGS[ablation][setting])
+    plan = TrainPlan(
+        run_seed=seed, steps=steps, evaluate_every=steps, evaluate_problems=HELD_OUT, **SETTINGS[ablation][setting]
+    )
     started_s, cpu_s = time.monotonic(), time.process_time()
     rewards: list[float] = []
     inject = stale_negatives(seed) if ablation == "clip" else lambda version, batch: batch
@@ -185,9 +188,9 @@ def plot(ablation: str, runs: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=sorted(SETTINGS), default=sorted(SETTINGS))
+    parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     set_threads(2)
     for ablation in options.only:
