@@ -27,6 +27,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -151,6 +152,9 @@ def plot_grid(raw: Any, path: Path) -> None:
         )
         axis.set(title=f"{relays} relays of 10 Gbit/s", xlabel="clients of 590 Mbit/s", xscale="log", yscale="log")
         axis.set_xticks(CLIENTS, [str(count) for count in CLIENTS])
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        for formatted in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            formatted(ScalarFormatter())
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("minutes until 62 GB are there, verified")
     axes[-1].legend(fontsize=7)
