@@ -57,6 +57,26 @@ def test_a_long_message_takes_its_length_and_the_latency():
     assert min(back_s for _, back_s in spans) < 0.036
 
 
+def test_messages_on_one_line_take_turns_by_packets():
+    """At 4 Mbit/s 40 kB take 80 ms; a packet that is sent meanwhile is there long before them."""
+    fabric = HttpFabric()
+    caller, callee = fabric.node("a", Line(uplink_mbit_s=4)), fabric.node("b")
+    came: list[tuple[int, float]] = []
+
+    async def handler(source, message):
+        came.append((len(message.signature), time.monotonic()))
+        return Ok()
+
+    async def main():
+        callee.serve({Taken: handler})
+        began_s = time.monotonic()
+        await caller.gather(caller.call("b", Taken(bytes(40_000)), 10), caller.call("b", Taken(bytes(1000)), 10))
+        return [(size, at_s - began_s) for size, at_s in came]
+
+    (first, first_s), (second, second_s) = fabric.run(main())
+    assert (first, second) == (1000, 40_000) and second_s >= 0.08 and first_s < second_s / 2
+
+
 def test_waits_end_in_their_order_and_never_early():
     """Thirteen waits asked for at once, in any order; one that nobody waits for any more holds up none."""
 

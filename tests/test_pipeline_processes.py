@@ -39,6 +39,7 @@ def without_stops(configs):
     for config in configs:
         config["ring"]["stop_tokens"] = []
         config["ring"]["overdue_s_min"] = 10.0
+        config["unread"] = "x" * 200_000  # more than a command's argument may be: so long are many prompts
     return configs
 
 
@@ -97,6 +98,25 @@ def test_a_stage_that_signs_and_draws_nothing_loads_no_compiler(temperature, com
     """130 MB of a process are a compiler and what it compiles: only for proofs and for draws at random."""
     said = subprocess.run([sys.executable, "-c", LOADS, str(TINY), temperature], capture_output=True, text=True)
     assert said.stdout == f"{compiled}\n", said.stderr
+
+
+FORGETS = """
+from pathlib import Path
+import refimpl.pipeline.node as node
+def code_mb(): return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssFile")) / 1024
+before = code_mb()
+node.lean_code()
+after = code_mb()
+one = node.torch.ones(3, 5)
+print(before - after > 40, (one @ one.T)[0, 0].item())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up in Linux's /proc")
+def test_a_stage_gives_back_the_code_that_only_imports_ran():
+    """Some 65 MB; and what is called afterwards is there again."""
+    said = subprocess.run([sys.executable, "-c", FORGETS], capture_output=True, text=True)
+    assert said.stdout == "True 5.0\n", said.stderr
 
 
 def test_a_model_that_fits_nowhere_is_an_error_sentence(tmp_path, capsys):

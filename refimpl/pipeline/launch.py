@@ -1,7 +1,8 @@
 """Starts a ring's processes, on this machine or on several, and stops them: the parent's side.
 
-Each node is `python -m refimpl.pipeline node CONFIG` (`refimpl/worlds/process.py` says how parent and child talk). On
-another machine it is started through a command that ends in a shell there, such as `ssh host`, given in the node file:
+Each node is `python -m refimpl.pipeline.node`, which reads its configuration from its input, and then what
+`refimpl/worlds/process.py` says. On another machine it is started through a command that ends in a shell there, such as
+`ssh host`, given in the node file:
 
     model = "models/SmolLM2-135M-Instruct"      # a folder on every machine
     dtype = "bfloat16"
@@ -19,7 +20,6 @@ another machine it is started through a command that ends in a shell there, such
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import subprocess
@@ -131,11 +131,13 @@ def started(entries: Sequence[NodeEntry], configs: Sequence[dict[str, Any]]) -> 
     """All nodes' processes, listening and with each other's addresses; stopped at the end, whatever happens."""
     children: list[Child] = []
     try:
-        for entry, config in zip(entries, configs, strict=True):
-            packed = base64.b64encode(json.dumps(config).encode()).decode()
-            command = [*entry.command, *HUGE_PAGES, entry.python, "-m", "refimpl.pipeline.node", packed]
+        for entry in entries:
+            command = [*entry.command, *HUGE_PAGES, entry.python, "-m", "refimpl.pipeline.node"]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             children.append(Child(entry, process))
+        for child, config in zip(children, configs, strict=True):
+            with contextlib.suppress(BrokenPipeError):  # it has ended: reading says so
+                child.say(config)
         for child in children:
             child.url = child.read()["url"]
         book = {child.entry.name: child.url for child in children}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,8 +21,8 @@ from refimpl.world import Handler, Refused, TaskFailed, TaskFailure, derive_rng
 
 T = TypeVar("T")
 
-PACE_BYTES = 16 << 10
-"""A paced line sends pieces of this size, so that messages that share it take turns."""
+PACKET_BYTES, PACE_BYTES, PACE_S = 1448, 16 << 10, 0.002
+"""A paced line sends pieces of `PACE_S`, a packet at least, so that messages that share it take turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,11 @@ class Pacer:
     def __init__(self, mbit_s: float | None) -> None:
         self.bytes_per_s = None if mbit_s is None else mbit_s * 1e6 / 8
         self._free_at = 0.0
+
+    @property
+    def piece_bytes(self) -> int:
+        """What one message sends before it is another's turn."""
+        return int(min(PACE_BYTES, max(PACKET_BYTES, (self.bytes_per_s or inf) * PACE_S)))
 
     def reserve(self, count: int, not_before_s: float) -> float:
         """The instant at which `count` bytes have passed, when they may not start before `not_before_s`."""

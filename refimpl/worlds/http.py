@@ -21,7 +21,7 @@ from aiohttp import web
 
 from refimpl.messages import FRAME_BYTES_MAX, PREFIX, BadMessage, Message, decode, encode, encode_parts, frame_length
 from refimpl.world import Refused, TaskFailure, Timeout, Unreachable
-from refimpl.worlds.asyncio_node import PACE_BYTES, AsyncioNode, Line, Supervisor, device_thread
+from refimpl.worlds.asyncio_node import AsyncioNode, Line, Supervisor, device_thread
 from refimpl.worlds.fine_timer import FineTimer
 
 T = TypeVar("T")
@@ -198,8 +198,9 @@ class HttpWorld(AsyncioNode):
     async def _paced(self, parts: list[Any]) -> AsyncIterator[bytes]:
         """The bytes of `parts` as this node's uplink lets them go."""
         view, passed_s = memoryview(b"".join(parts)), self.elapsed_s()
-        for at in range(0, len(view), PACE_BYTES):
-            piece = view[at : at + PACE_BYTES]
+        step = self.uplink.piece_bytes
+        for at in range(0, len(view), step):
+            piece = view[at : at + step]
             passed_s = self.uplink.reserve(len(piece), max(passed_s, self.elapsed_s() - CATCH_UP_S))
             await self.sleep_until(passed_s)
             yield bytes(piece)
@@ -212,7 +213,9 @@ class HttpWorld(AsyncioNode):
             total, passed_s = frame_length(frame, bytes_max=self._frame_bytes_max), self.elapsed_s()
             while len(frame) < total:
                 async with asyncio.timeout(READ_IDLE_S):
-                    piece = await stream.read(min(PACE_BYTES if self.paced else 1 << 20, total - len(frame)))
+                    piece = await stream.read(
+                        min(self.downlink.piece_bytes if self.paced else 1 << 20, total - len(frame))
+                    )
                 if not piece:
                     raise BadMessage(f"frame ends after {len(frame)} of {total} bytes")
                 frame += piece
