@@ -5,8 +5,8 @@ Questions and methods, each a part that can be run alone:
 - `two`: two processes of one thread each against one process of two threads; by turns, medians.
 - `bound`: four processes, 50 ms injected per hop: measured cycle against C = max(M tau, N (tau + lambda)).
 - `hop`: one hop of 28 kB over HTTP, both ends in one event loop: processor time, bytes on the wire.
-- `growth`: cost of a token by stages, batch and length (one process, no latency).
 - `proofs`: what signing, committing and checking add to a token.
+How the cost grows with stages, batch and length: `growth.py`.
 Run: `python experiments/pipeline/speed.py [PART ...] [--model DIR] [--tiny DIR]`. Results: `speed.json`, `speed.md`.
 """
 
@@ -155,9 +155,9 @@ def two_processes(options: argparse.Namespace) -> list[dict]:
     busy; the one process runs the same sequences as one batch, so it reads the weights once where the ring reads them
     twice: where a pass costs the same for one row or many, that alone halves the ring's speed."""
     rows = []
-    for batch in (8, 32, 64):
+    for batch in (8, 16, 32, 64):
         pairs, shape = [], {"requests": batch}
-        for _ in range(max(1, options.turns // 2) if batch > 8 else options.turns):
+        for _ in range(options.turns):
             half, whole = str(batch // 2), str(batch)
             ring = process_run(options, "--stages", "2", "--micro-batches", "2", "--rows", half, threads=1, **shape)
             one = process_run(options, "--stages", "1", "--micro-batches", "1", "--rows", whole, threads=2, **shape)
@@ -180,7 +180,7 @@ def against_bound(options: argparse.Namespace) -> list[dict]:
     rows = []
     for micro_batches in (1, 2, 4, 8, 16):
         tiny = argparse.Namespace(model=options.tiny)
-        new, sequences = 40, 4 * micro_batches
+        new, sequences = 30, 4 * micro_batches
         shape = ["--dtype", "float32", "--stages", "4", "--cuts", "2,3,4,5", "--latency-ms", "50", "--rows", "4"]
         result = process_run(
             tiny, *shape, "--micro-batches", str(micro_batches), threads=1, requests=sequences, new=new
@@ -283,34 +283,6 @@ def _wire_bytes(hop: Hop) -> int:
     return fabric.run(main())
 
 
-def growth(options: argparse.Namespace) -> list[dict]:
-    """Seconds of a token of the whole batch, after the prompt: the difference of two lengths of answer."""
-    rows = []
-    vocabulary = ModelConfig.from_pretrained(options.model).vocabulary
-    for stages, batch, prompt in (
-        (1, 1, 32), (2, 1, 32), (4, 1, 32), (6, 1, 32),
-        (2, 4, 32), (2, 8, 32), (2, 16, 32),
-        (2, 1, 256), (2, 1, 768),
-    ):  # fmt: skip
-        prompts = random_prompts(batch, prompt, vocabulary)
-
-        async def body(ring: Ring, prompts: list[list[int]] = prompts) -> list[float]:
-            await ring.generate(prompts, 2)
-            return [await ring.generate(prompts, 26) - await ring.generate(prompts, 2) for _ in range(3)]
-
-        spans = Ring(options.model, stages, rows=batch).run(body)
-        rows.append(
-            {
-                "part": "growth",
-                "stages": stages,
-                "batch": batch,
-                "prompt_tokens": prompt,
-                "ms_per_step": min(spans) / 24 * 1e3,
-            }
-        )
-    return rows
-
-
 def proofs(options: argparse.Namespace) -> list[dict]:
     """Signing, committing, checking: processor time of a ring of two with and without, by turns."""
     vocabulary = ModelConfig.from_pretrained(options.model).vocabulary
@@ -343,7 +315,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[dict]]] = {
     "two": two_processes,
     "bound": against_bound,
     "hop": one_hop,
-    "growth": growth,
     "proofs": proofs,
 }
 
