@@ -47,7 +47,7 @@ def lean_heap() -> None:
 
 def lean_code() -> None:
     """Unmap the pages of the libraries' code: what is still run comes back from the system's file cache at its next
-    call. Importing torch maps some 65 MB of it, a stage goes on with 25. Only code that was never written to (no
+    call. Importing torch maps some 65 MB of it, a first product brings 15 back. Only code that was never written to (no
     anonymous pages), for the rest would be lost. Elsewhere than on Linux: nothing."""
     maps = Path("/proc/self/smaps")
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
