@@ -170,7 +170,6 @@ def _plot(path: Path, tally: PipelineTally) -> None:
     labels = [f"{r['ring']}\n{r['size']}, {len(r['stages'])} stages, {r['micro_batches']} x {r['rows']}" for r in rows]
     bars.set_yticks(range(len(rows)), labels, fontsize=8)
     bars.invert_yaxis()
-    bars.set_xscale("log")
     bars.set_xlabel("tokens/s, all sequences together (bar: measured; black: bound)")
     for axis, label in (
         (latencies, "one hop (ms); dots: measured, at the ring's mean hop"),
