@@ -46,7 +46,7 @@ lint: $(STAMP) ## ruff and mypy
 
 bench: $(STAMP) $(SMOLLM2)/config.json ## side-by-side speed against the peers that are installed
 	@for bench in generate sampler calls; do echo "== $$bench"; $(RUN) experiments/bench/$$bench.py || exit 1; done
-	@echo "toploc, flows, grpo_step and shardcast_delta compare with peers of their own environments: --help says how"
+	@echo "toploc, flows, grpo_step and shardcast compare with peers of their own environments, shardcast_delta needs checkpoints: --help says how"
 
 arena: $(STAMP) $(SMOLLM2)/config.json ## every attack before every verifier: tables and pictures in experiments/arena
 	@$(RUN) -m refimpl.arena run tiny && $(RUN) -m refimpl.arena run smollm2

@@ -301,7 +301,7 @@ def main() -> None:
     options = parser.parse_args()
     rounds: dict[str, list[dict[str, float]]] = {"ours": [], "package": []}
     loopback, kept, hashing = [], [], []
-    where = "in memory" if options.folder == MEMORY else "on disk"
+    where = "in memory" if options.folder and options.folder.resolve().is_relative_to(MEMORY) else "on disk"
     with tempfile.TemporaryDirectory(prefix="bench-shardcast-", dir=options.folder) as made:
         folder = Path(made)
         file = folder / "model.bin"

@@ -259,7 +259,7 @@ def render(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "## Ways to code the same difference (chunks of {CHUNK_BYTES >> 20} MiB): ratio, and encoding speed in MB/s",
+        f"## Ways to code the same difference (chunks of {CHUNK_BYTES >> 20} MiB): ratio, and encoding speed in MB/s",
         "",
     ]
     lines += [
