@@ -129,6 +129,12 @@ def test_warm_up_and_clip() -> None:
     assert ours.step(samples()).gradient_norm > 1e-3, "the norm is reported as it was before the cut"
 
 
+def test_the_rate_falls_linearly_to_0_after_its_warm_up() -> None:
+    ours = learner(replace(CONFIG, warm_up_steps=2, decay_steps=4))
+    rates = [ours.step(samples(seed)).learning_rate for seed in range(7)]
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3, 0.0])
+
+
 def test_resume_equals_the_uninterrupted_run() -> None:
     """Three steps, saved, loaded into a fresh learner, three more: bit for bit the weights of six steps."""
     config = replace(CONFIG, warm_up_steps=5)
@@ -173,7 +179,8 @@ def test_good_answers_become_likelier() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"temperature": 0.0}, {"learning_rate": 0.0}, {"clip_norm": 0.0}, {"warm_up_steps": -1}]
+    "setting",
+    [{"temperature": 0.0}, {"learning_rate": 0.0}, {"clip_norm": 0.0}, {"warm_up_steps": -1}, {"decay_steps": -1}],
 )
 def test_bad_settings_are_refused(setting: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):

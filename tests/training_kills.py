@@ -144,7 +144,7 @@ def judge(plan: TrainPlan, folder: Path, figures: Figures) -> None:
     made = sorted({unit.version + 1 for unit in trained})
     if made != list(range(1, plan.steps + 1)):
         broken.append(f"versions {made} were made, {plan.steps} were asked for")
-    published = sorted({event["checkpoint"] for event in of("out")})
+    published = sorted({event["checkpoint"] for kind in ("out", "out_before") for event in of(kind)})
     if published != list(range(plan.steps + 1)):
         broken.append(f"checkpoints {published} were published, 0 to {plan.steps} were to be")
     broken += [sentence for event in of("finished") for sentence in event["broken_promises"]]

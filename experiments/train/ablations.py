@@ -159,7 +159,7 @@ def table(ablation: str, runs: list[dict[str, Any]]) -> list[str]:
         mine = [run for run in runs if run["ablation"] == ablation and run["setting"] == setting]
         if mine:
             cells = [interval([run[name] for run in mine]) for name in ("reward", "accuracy", "gradient_norm_max")]
-            shown = " | ".join(f"{mean:.3f} ± {half:.3f}" for mean, half in cells)
+            shown = " | ".join(f"{mean:.3f}" + (f" ± {half:.3f}" if half < math.inf else "") for mean, half in cells)
             lines.append(f"| {setting} | {len(mine)} | {mine[0]['steps']} | {shown} |")
     return lines
 

@@ -30,6 +30,8 @@ from refimpl.grpo.logprob import Keep, head_logprobs
 from refimpl.grpo.loss import METRICS, BatchTotals, LossConfig, grpo_loss, metric_means
 from refimpl.grpo.packing import PackedBatch, TrainSample, pack, plan_rows, row_length
 
+MICRO_CELLS = {"cpu": 2048, "other": 8192}
+"""On a CPU, small passes stay in its caches: an eighth faster at 128 hidden numbers."""
 FloatArray = npt.NDArray[np.float32]
 Hidden = Callable[..., Tensor]
 
@@ -49,11 +51,11 @@ class StepConfig:
     weight_decay: float = 0.01
     clip_norm: float = 0.1  # the gradient's norm is cut to this; inf: never
     row_tokens: int | None = None  # capacity of a row; None: what costs least, see packing.plan_rows
-    micro_cells: int = 8192  # cells of a micro-batch: bounds the memory of a pass
+    micro_cells: int | None = None  # of a micro-batch: bounds the memory of a pass; None: `MICRO_CELLS` of the device
 
     def __post_init__(self) -> None:
         for name in ("temperature", "learning_rate", "clip_norm", "new_tokens_max", "micro_cells"):
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected more than 0")
         for name in ("warm_up_steps", "decay_steps"):
             if getattr(self, name) < 0:
@@ -212,9 +214,10 @@ class Learner:
         rows = plan_rows(samples, hidden=head.shape[1], capacity=self.config.row_tokens)
         rows.sort(key=lambda row: -row_length(samples, row))  # like widths together
         device = self.parameters[0].device
+        cells = self.config.micro_cells or MICRO_CELLS["cpu" if device.type == "cpu" else "other"]
         start = 0
         while start < len(rows):
-            count = max(1, self.config.micro_cells // row_length(samples, rows[start])) * self.ranks
+            count = max(1, cells // row_length(samples, rows[start])) * self.ranks
             ours = rows[start : start + count][self.rank :: self.ranks]
             yield pack(samples, ours or [[]], share_prompts=True).to(device)  # an empty row trains nothing
             start += count

@@ -68,13 +68,11 @@ class Layer(nn.Module):
         B, T, _ = hidden_BTD.shape
         x_BTD = rms_norm(hidden_BTD, self.attention_norm, c.norm_eps)
         qkv = linear(x_BTD, self.qkv, self.qkv_bias).view(B, T, -1, c.head_dim)
-        turned = c.query_heads + c.kv_heads
-        qk, v_BTKD = qkv[:, :, :turned], qkv[:, :, turned:]
+        qk, v_BTKD = qkv.split((c.query_heads + c.kv_heads, c.kv_heads), dim=2)  # one gradient each way, no zeros
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(qk[:, :, : c.query_heads], self.q_norm, c.norm_eps)
-            qk = torch.cat((q, rms_norm(qk[:, :, c.query_heads :], self.k_norm, c.norm_eps)), dim=2)
-        qk = rotate(qk, step.cos, step.sin)
-        q_BTHD, k = qk[:, :, : c.query_heads], qk[:, :, c.query_heads :]
+            q, k = qk.split((c.query_heads, c.kv_heads), dim=2)
+            qk = torch.cat((rms_norm(q, self.q_norm, c.norm_eps), rms_norm(k, self.k_norm, c.norm_eps)), dim=2)
+        q_BTHD, k = rotate(qk, step.cos, step.sin).split((c.query_heads, c.kv_heads), dim=2)
         if step.cache is None:
             out = KERNELS[step.kernel](q_BTHD, k, v_BTKD, step.mask, step.mask is None)
         else:

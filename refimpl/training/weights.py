@@ -66,6 +66,8 @@ class Broadcast:
         for problem in problems:
             self.journal("problem", path=str(problem.path), reason=problem.reason)
         self.out = {self.checkpoint_of(self.store, manifest) for manifest in manifests if manifest.header.base is None}
+        for version in sorted(self.out):  # a crash may have come between a publication and its entry
+            self.journal("out_before", checkpoint=version)
         self.origin.restore(manifests)  # removes what is too old
         self.origin.serve()
 
