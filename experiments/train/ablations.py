@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import math
 import sys
@@ -103,10 +104,19 @@ def some_cheat(plan: TrainPlan) -> Made:
     return make
 
 
-def one_run(ablation: str, setting: str, seed: int, steps: int) -> dict[str, Any]:
-    plan = TrainPlan(
+def plan_of(ablation: str, setting: str, seed: int, steps: int) -> TrainPlan:
+    return TrainPlan(
         run_seed=seed, steps=steps, evaluate_every=steps, evaluate_problems=HELD_OUT, **SETTINGS[ablation][setting]
     )
+
+
+def digest(plan: TrainPlan) -> str:
+    """Rows of another plan are of another experiment."""
+    return hashlib.sha256(json.dumps(plan.as_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def one_run(ablation: str, setting: str, seed: int, steps: int) -> dict[str, Any]:
+    plan = plan_of(ablation, setting, seed, steps)
     started_s, cpu_s = time.monotonic(), time.process_time()
     rewards: list[float] = []
     inject = stale_negatives(seed) if ablation == "clip" else lambda version, batch: batch
@@ -127,6 +137,7 @@ def one_run(ablation: str, setting: str, seed: int, steps: int) -> dict[str, Any
         "setting": setting,
         "seed": seed,
         "steps": steps,
+        "plan": digest(plan),
         "reward": float(np.mean(rewards[-LAST:])),
         "accuracy": figures[-1]["accuracy"],
         "gradient_norm_max": max(norms),
@@ -197,14 +208,18 @@ def main() -> None:
         for seed in options.seeds:
             for setting in SETTINGS[ablation]:
                 key = (ablation, setting, seed, options.steps)
-                if any((run["ablation"], run["setting"], run["seed"], run["steps"]) == key for run in done()):
+                if any((run["ablation"], run["plan"]) == (ablation, digest(plan_of(*key))) for run in done()):
                     continue
                 result = one_run(*key)
                 with RESULTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(result, ensure_ascii=False) + "\n")
                 shown = {name: result[name] for name in ("reward", "accuracy", "gradient_norm_max", "cpu_s", "wall_s")}
                 print(ablation, setting, f"seed {seed}", shown, flush=True)
-    runs = [run for run in done() if run["steps"] == options.steps]
+    runs = [
+        run
+        for run in done()
+        if run["plan"] == digest(plan_of(run["ablation"], run["setting"], run["seed"], options.steps))
+    ]
     lines: list[str] = []
     for ablation in SETTINGS:
         if any(run["ablation"] == ablation for run in runs):

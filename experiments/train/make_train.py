@@ -1,9 +1,9 @@
 """Does `make train` teach the tiny model to add, whatever the seed? Rewards, accuracy and time of several runs.
 
-    python experiments/train/make_train.py [--seeds 0 1 2] [--runs runs] [-- OPTIONS]
+    python experiments/train/make_train.py [--seeds 0 1 2] [--runs runs/make-train] [-- OPTIONS]
 
-OPTIONS are those of `python -m refimpl.training`. A run whose summary is in its folder is not made again. Leaves
-`make_train.md` and `make_train.png`.
+OPTIONS are those of `python -m refimpl.training`. A run whose summary is in its folder is not made again; runs of
+different plans make no table. Leaves `make_train.md` and `make_train.png`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def summary_of(runs: Path, seed: int, options: list[str]) -> dict[str, Any]:
     path = runs / f"train-{seed}" / "summary.json"
     if not path.is_file():
         command = [sys.executable, "-m", "refimpl.training", "--seed", str(seed), "--runs", str(runs.resolve())]
-        subprocess.run([*command, *options], cwd=ROOT, check=True)
+        status = subprocess.run([*command, *options], cwd=ROOT).returncode
+        if status not in (0, 1):  # 1: a promise was broken, and the table says which
+            raise SystemExit(f"seed {seed} ended with status {status}")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -80,10 +82,13 @@ def plot(path: Path, summaries: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "make-train")
     parser.add_argument("options", nargs="*", help="of python -m refimpl.training, after --")
     options = parser.parse_args()
     summaries = [summary_of(options.runs, seed, options.options) for seed in options.seeds]
+    plans = {json.dumps(one["plan"] | {"run_seed": None}, sort_keys=True) for one in summaries}
+    if len(plans) > 1:
+        raise SystemExit(f"the runs in {options.runs} are of {len(plans)} different plans; remove those that are old")
     text = table(summaries)
     (HERE / "make_train.md").write_text(text, encoding="utf-8")
     plot(HERE / "make_train.png", summaries)
