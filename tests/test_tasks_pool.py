@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from refimpl.tasks import jail
+from refimpl.tasks import pool as pool_module
 from refimpl.tasks.child import Child, ChildFailed
 from refimpl.tasks.pool import ScorerLimits, ScorerPool, run_program
 from refimpl.tasks.problem import Problem, Score
+from refimpl.tasks.scorer import own_rewards
 from refimpl.tasks.table import TASKS
 
 pytestmark = pytest.mark.skipif(
@@ -184,9 +187,17 @@ def test_forged_output_lines_do_not_help(scorers: ScorerPool) -> None:
 # --- verifiers that misbehave -----------------------------------------------------------------------------------------
 
 BAD_TASKS = """
-import os, socket, time
+import json, os, socket, sys, time
+from contextlib import suppress
 from refimpl.tasks import arithmetic
 from refimpl.tasks.problem import Task
+
+REPLY = json.dumps({"number": 1 << 40, "value": 1.0, "reason": ""}).encode()
+FRAME = len(REPLY).to_bytes(4, "little") + REPLY
+
+def everywhere(data):
+    for descriptor in range(3, 64):
+        with suppress(OSError): os.write(descriptor, data)
 
 def bad(reference, answer):
     if answer == "raise": raise RuntimeError("secret")
@@ -205,7 +216,12 @@ def bad(reference, answer):
     if answer == "delete": os.unlink("/tmp")
     if answer == "fork": os.fork()
     if answer == "long": return 0.0, "x" * 10_000_000
+    if answer == "print": print("x" * 100_000)
     if answer == "talk": os.write(1, b"\\xff" * 100)
+    if answer == "frame": os.write(1, FRAME)
+    if answer == "ask": return float(len(sys.stdin.read()) + len(os.read(0, 9)) == 0), ""
+    if answer == "garbage": everywhere(b"\\xff" * 100)
+    if answer == "forge": everywhere(FRAME)
     return 1.0, ""
 
 BAD = Task(name="bad_tasks:BAD", generate=arithmetic.addition, verify=bad, levels=1, solved_at=1.0, solved_means="")
@@ -242,7 +258,8 @@ def bad_scorers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScorerPool
         ("write", "the verifier raised PermissionError"),
         ("delete", "the verifier raised PermissionError"),
         ("fork", "the verifier raised PermissionError"),
-        ("talk", "the scorer sent 4294967295 bytes"),
+        ("garbage", "the scorer sent 4294967295 bytes"),
+        ("forge", "the scorer replied to another question"),
         ("long", "x" * 200),
     ],
 )
@@ -255,11 +272,27 @@ def test_whatever_a_verifier_does_is_a_score(bad_scorers: ScorerPool, answer: st
 
 def test_each_of_many_answers_gets_its_own_score_whoever_dies_between_them(bad_scorers: ScorerPool) -> None:
     """Questions lie ahead in the pipe; who fails is never mistaken for a neighbour, and nobody's time is another's."""
-    answers = ["fine", "die", "half", "fine", "long", *["fine"] * 13, "die", "x" * 40_000, "raise", "talk", "fine"]
+    answers = ["fine", "die", "half", "fine", "long", *["fine"] * 13, "die", "x" * 40_000, "raise", "garbage", "fine"]
     scores = bad_scorers.score([(BAD, answer) for answer in answers])
     assert [score.solved for score in scores] == [answer in ("fine", "x" * 40_000) for answer in answers]
     reasons = {answer: score.reason for answer, score in zip(answers, scores, strict=True)}
     assert reasons["half"] == "half right" and "RuntimeError" in reasons["raise"] and "status 3" in reasons["die"]
+
+
+@pytest.mark.parametrize("answer", ["print", "talk", "frame", "ask"])
+def test_what_a_verifier_prints_or_reads_changes_nobodys_verdict(bad_scorers: ScorerPool, answer: str) -> None:
+    """Replies and requests travel on descriptors of their own: stdout and stdin are nobody's concern."""
+    answers = ["fine", "half", answer, "half", "fine", answer, "raise", *["fine"] * 9, "half"]
+    scores = bad_scorers.score([(BAD, one) for one in answers])
+    expected = {"half": (0.5, "half right"), "raise": (0.0, "the verifier raised RuntimeError")}
+    assert [(score.value, score.reason) for score in scores] == [expected.get(one, (1.0, "")) for one in answers]
+
+
+def test_a_forged_reply_is_never_taken_for_a_neighbours(bad_scorers: ScorerPool) -> None:
+    """Even on the right descriptor: the number is that of no question, and the one who forged pays alone."""
+    answers = ["fine", "half", "forge", "half", "raise", "forge", "fine"]
+    scores = bad_scorers.score([(BAD, one) for one in answers])
+    assert [score.value for score in scores] == [1.0, 0.5, 0.0, 0.5, 0.0, 0.0, 1.0]
 
 
 def test_a_pool_does_not_block_its_caller_beyond_the_limit(bad_scorers: ScorerPool) -> None:
@@ -267,6 +300,130 @@ def test_a_pool_does_not_block_its_caller_beyond_the_limit(bad_scorers: ScorerPo
     started = time.monotonic()
     bad_scorers.score([(BAD, "loop"), (BAD, "sleep")])
     assert 2.0 <= time.monotonic() - started < 12.0
+
+
+# --- who is to blame, with scorers that break where we want -----------------------------------------------------------
+
+
+class FakeChild:
+    """A scorer that gives each answer, a number, as its value. `plans[i]` is what the i-th one does, after its start:
+    `takes` writes work, any later one breaks; `replies` replies come, then its end."""
+
+    plans: ClassVar[list[tuple[int, int]]] = []
+    made: ClassVar[list[FakeChild]] = []
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.takes, self.replies = self.plans.pop(0) if self.plans else (10**9, 10**9)
+        self.alive, self.written, self.read_count, self.buffer = True, 0, 0, bytearray()
+        self.made.append(self)
+
+    def write(self, data: bytes, deadline: float) -> None:
+        request = json.loads(data[4:])
+        if "tasks" in request:
+            self.buffer += framed({"ready": True})
+        elif self.written >= self.takes:
+            raise ChildFailed("the process ended with status 3")
+        else:
+            self.written += 1
+            if self.written <= self.replies:
+                self.buffer += framed({"number": request["number"], "value": float(request["answer"]), "reason": "r"})
+
+    def read(self, count: int, deadline: float) -> bytes:
+        if not self.buffer:
+            raise ChildFailed("the process ended with status 3")
+        data, self.buffer = bytes(self.buffer[:count]), self.buffer[count:]
+        self.read_count += count != 4
+        return data
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+def framed(message: dict) -> bytes:
+    data = json.dumps(message).encode()
+    return len(data).to_bytes(4, "little") + data
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeChild]:
+    monkeypatch.setattr(FakeChild, "plans", [])
+    monkeypatch.setattr(FakeChild, "made", [])
+    monkeypatch.setattr(pool_module, "Child", FakeChild)
+    return FakeChild
+
+
+def values(answers: list[str], processes: int = 1) -> list[tuple[float, str]]:
+    with ScorerPool(["addition"], processes=processes, limits=LIMITS) as made:
+        return [(score.value, score.reason) for score in made.score([(ADD, answer) for answer in answers])]
+
+
+ENDED = (0.0, "the process ended with status 3")
+
+
+def test_a_reply_that_lies_in_the_pipe_counts_when_a_write_ahead_fails(fake: type[FakeChild]) -> None:
+    """The child answered two questions, died at the third, and the fourth could not be written any more: the third is
+    a 0, and no other is."""
+    fake.plans = [(3, 2)]
+    assert values(["0.1", "0.2", "0.3", "0.4", "0.5"]) == [(0.1, "r"), (0.2, "r"), ENDED, (0.4, "r"), (0.5, "r")]
+    assert [child.written for child in fake.made] == [3, 2]
+
+
+@pytest.mark.parametrize("takes", [0, 1, 2])
+def test_an_answer_that_was_never_read_is_asked_again(fake: type[FakeChild], takes: int) -> None:
+    """The child ends after its last reply, with nothing of the next question in its pipe: nobody is to blame."""
+    fake.plans = [(takes, takes)]
+    assert values(["0.1", "0.2", "0.3"]) == [(0.1, "r"), (0.2, "r"), (0.3, "r")]
+    assert [child.written for child in fake.made] == [takes, 3 - takes]
+
+
+def test_an_answer_is_asked_again_once_and_no_more(fake: type[FakeChild]) -> None:
+    fake.plans = [(0, 0), (0, 0), (0, 0), (1, 1)]
+    assert values(["0.1", "0.2", "0.3"]) == [ENDED, (0.2, "r"), (0.3, "r")], "twice the first, then twice the second"
+    assert [child.written for child in fake.made] == [0, 0, 0, 1, 1]
+
+
+def test_questions_are_put_into_words_when_they_are_sent(
+    fake: type[FakeChild], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long ones, each more than may lie in the pipe beside another: at most the next one is ready."""
+    ready: list[int] = []
+    real = pool_module._framed
+
+    def counted(message: dict) -> bytes:
+        ready.append(len(ready) - sum(child.read_count for child in fake.made))
+        return real(message)
+
+    monkeypatch.setattr(pool_module, "_framed", counted)
+    long = "0" * 40_000 + ".5"
+    assert values([long] * 20) == [(0.5, "r")] * 20
+    assert len(ready) == 21 and max(ready) <= 1, "the first message is the scorer's start"
+
+
+def test_nobody_waits_for_the_answers_that_another_scorer_is_slow_at(
+    fake: type[FakeChild], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One scorer stands still until all answers but its own are scored: the other one scores them, in order."""
+    others_done = threading.Event()
+    waited: list[bool] = []
+    lock = threading.Lock()
+    scored = 0
+    real = FakeChild.read
+
+    def read(self: FakeChild, count: int, deadline: float) -> bytes:
+        nonlocal scored
+        if self is fake.made[0] and self.written and not waited:
+            waited.append(others_done.wait(LIMITS.time_s))
+        data = real(self, count, deadline)
+        with lock:
+            scored += count != 4 and b"value" in data
+            if scored >= 60 - pool_module.SLICE:
+                others_done.set()
+        return data
+
+    monkeypatch.setattr(FakeChild, "read", read)
+    answers = [str(number / 64) for number in range(60)]
+    assert values(answers, processes=2) == [(number / 64, "r") for number in range(60)]
+    assert waited == [True]
 
 
 # --- the pool itself --------------------------------------------------------------------------------------------------
@@ -307,6 +464,13 @@ def test_bad_use_is_refused() -> None:
         ScorerLimits(time_s=0)
     with ScorerPool(["json"], processes=1) as made, pytest.raises(ValueError, match="'addition' is not one"):
         made.score([(ADD, "1")])
+
+
+def test_ones_own_answers_are_scored_here_but_never_run() -> None:
+    """A program is no answer that can be read: a 0 without a word would be wrong for right programs."""
+    assert own_rewards([(ADD, "58"), (ADD, "59")]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="task 'code' runs programs"):
+        own_rewards([(ADD, "58"), (CODE, f"```python\n{SOLUTION}\n```")])
 
 
 def test_no_program_runs_where_it_cannot_be_locked_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,11 @@ Blocking: roles call it through `World.compute`, never from the event loop.
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +30,11 @@ from refimpl.tasks.table import find_task
 OUTPUT_BYTES_MAX = 1 << 20  # of a jailed program
 REPLY_BYTES_MAX = 4096  # of a scorer
 AHEAD, AHEAD_BYTES = 12, 32 << 10  # questions in a scorer's pipe: both pipes hold 64 KiB, so that no one waits to write
+SLICE = AHEAD  # answers that an idle scorer takes at once
+
+
+class _Unread(ChildFailed):
+    """The child failed before it can have read the question: that says nothing about the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +67,7 @@ class ScorerPool:
         for _ in range(processes):
             self._idle.put(None)
         self._processes = processes
+        self._numbers = itertools.count()  # of all questions that were ever asked
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="scorer")
 
     def __enter__(self) -> ScorerPool:
@@ -90,7 +98,8 @@ class ScorerPool:
                 found[index] = 0.0, f"{size} bytes, at most {self.limits.answer_bytes} are read"
             else:
                 (programs if self._tasks[problem.task].runs_code else texts).append(index)
-        shares = [share for start in range(self._processes) if (share := texts[start :: self._processes])]
+        size = max(1, min(SLICE, -(-len(texts) // self._processes)))
+        shares = [texts[start : start + size] for start in range(0, len(texts), size)]  # whoever is idle takes the next
         run = self._threads.map(lambda index: self._run_program(*answers[index]), programs)
         asked = self._threads.map(lambda share: self._ask([answers[index] for index in share]), shares)
         found |= dict(zip(programs, run, strict=True))
@@ -104,8 +113,9 @@ class ScorerPool:
 
     def _ask(self, answers: Sequence[tuple[Problem, str]]) -> list[tuple[float, str]]:
         """(value, reason) of each, from an idle scorer. One that fails at an answer is not used again: another gets the
-        rest."""
+        rest, and once more an answer that the failed one never read."""
         found: list[tuple[float, str]] = []
+        asked_again = -1
         while len(found) < len(answers):
             child = self._idle.get()
             try:
@@ -116,6 +126,9 @@ class ScorerPool:
                 if child is not None:
                     child.kill()
                     child = None
+                if isinstance(failure, _Unread) and asked_again != len(found):
+                    asked_again = len(found)
+                    continue
                 timed_out = failure.args[0] == "time-out"
                 found.append((0.0, f"time-out after {self.limits.time_s} s" if timed_out else failure.args[0]))
             finally:
@@ -125,23 +138,39 @@ class ScorerPool:
     def _question(self, child: Child, answers: Sequence[tuple[Problem, str]], found: list[tuple[float, str]]) -> None:
         """Add a score for each answer to `found`. The next few questions lie in the pipe while one is worked at: a turn
         of the processor for each would cost more than the scoring. Each has its own time, from the reply before it."""
-        requests = [
-            _framed({"task": one.task, "reference": one.reference, "answer": answer, "time_s": self.limits.time_s})
-            for one, answer in answers
-        ]
-        sent = 0
-        for number in range(len(requests)):
+        unsent = iter(answers)
+        number, request = self._request(next(unsent, None))
+        asked: deque[tuple[int, int]] = deque()  # (number, bytes) of the questions that have no reply yet
+        broken = ""  # why nothing can be written any more; what was answered before still lies in the other pipe
+        for _ in answers:
             deadline = time.monotonic() + self.limits.time_s
-            while sent < len(requests) and (
-                sent == number or (sent < number + AHEAD and sum(map(len, requests[number : sent + 1])) <= AHEAD_BYTES)
-            ):
-                child.write(requests[sent], deadline)
-                sent += 1
+            while request and not broken:
+                if asked and (len(asked) == AHEAD or sum(size for _, size in asked) + len(request) > AHEAD_BYTES):
+                    break
+                try:
+                    child.write(request, deadline)
+                except ChildFailed as failure:
+                    broken = failure.args[0]
+                else:
+                    asked.append((number, len(request)))
+                    number, request = self._request(next(unsent, None))
+            if not asked:
+                raise _Unread(broken)
             reply = _reply(child, deadline)
+            if reply.get("number") != asked.popleft()[0]:
+                raise ChildFailed("the scorer replied to another question")
             value, reason = reply.get("value"), reply.get("reason")
             if not isinstance(value, float) or not 0.0 <= value <= 1.0 or not isinstance(reason, str):
                 raise ChildFailed("the scorer gave no score")
             found.append((value, reason))
+
+    def _request(self, question: tuple[Problem, str] | None) -> tuple[int, bytes]:
+        """The next number and the question under it, ready to be sent; nothing where there is none."""
+        if question is None:
+            return -1, b""
+        number, (problem, answer) = next(self._numbers), question
+        fields = {"task": problem.task, "reference": problem.reference, "answer": answer, "time_s": self.limits.time_s}
+        return number, _framed({"number": number, **fields})
 
     def _start(self) -> Child:
         child = Child("refimpl.tasks.scorer", bare=False)

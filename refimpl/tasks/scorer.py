@@ -1,16 +1,18 @@
 """The process that looks at answers: loads the verifiers it is told to, locks itself down, then scores one at a time.
 
 Messages both ways are a length (4 bytes, little endian) and that much JSON.
-    first   {"tasks": [names], "memory_bytes": n}      reply {"ready": true, "locked": bool} or {"error": sentence}
-    then    {"task", "reference", "answer", "time_s"}  reply {"value": v, "reason": r}
+    first   {"tasks": [names], "memory_bytes": n}       reply {"ready": true, "locked": bool} or {"error": sentence}
+    then    {"number", "task", "reference", "answer", "time_s"}  reply {"number": of the request, "value", "reason"}
+They travel on descriptors that a verifier does not know: what it prints, or reads from stdin, is nobody's concern.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from refimpl.tasks import jail
 from refimpl.tasks.problem import Problem, Task
@@ -18,7 +20,8 @@ from refimpl.tasks.table import find_task
 
 
 def main() -> None:
-    first = _receive()
+    requests, replies = _take_pipes()
+    first = _receive(requests)
     assert first is not None
     try:
         tasks = {name: find_task(name) for name in first["tasks"]}
@@ -29,14 +32,14 @@ def main() -> None:
         if locked:
             jail.lock(jail.Access.READ)
     except Exception as error:
-        _send({"error": f"{type(error).__name__}: {error}"[:500]})
+        _send(replies, {"error": f"{type(error).__name__}: {error}"[:500]})
         return
-    _send({"ready": True, "locked": locked})
-    while (request := _receive()) is not None:
+    _send(replies, {"ready": True, "locked": locked})
+    while (request := _receive(requests)) is not None:
         jail.end_after(request["time_s"] + 1.0)
         reply = score(tasks[request["task"]], request["reference"], request["answer"])
         jail.end_after(0.0)
-        _send(reply)
+        _send(replies, {"number": request["number"], **reply})
 
 
 def score(task: Task, reference: str, answer: str) -> dict[str, Any]:
@@ -54,8 +57,12 @@ def score(task: Task, reference: str, answer: str) -> dict[str, Any]:
 
 
 def own_rewards(answers: Sequence[tuple[Problem, str]]) -> list[float]:
-    """Task rewards, in this process and unbounded: for answers of one's own making, never for a stranger's."""
+    """Task rewards, in this process and unbounded: for answers of one's own making, never for a stranger's. Raises
+    ValueError for a task that runs programs: those are only run in a jail, by a pool."""
     tasks = [find_task(problem.task) for problem, _ in answers]
+    for task in tasks:
+        if task.runs_code:
+            raise ValueError(f"task {task.name!r} runs programs, expected one whose verifier reads the answer itself")
     return [
         float(score(task, problem.reference, answer)["value"] >= task.solved_at)
         for task, (problem, answer) in zip(tasks, answers, strict=True)
@@ -68,12 +75,23 @@ def _warm(task: Task) -> None:
     score(task, problem.reference, "0")
 
 
-def _receive() -> Any:
-    header = sys.stdin.buffer.read(4)
-    return json.loads(sys.stdin.buffer.read(int.from_bytes(header, "little"))) if len(header) == 4 else None
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """(requests, replies), moved from stdin and stdout to other descriptors; the two themselves lead nowhere then."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    return requests, replies
 
 
-def _send(message: dict[str, Any]) -> None:
+def _receive(requests: BinaryIO) -> Any:
+    header = requests.read(4)
+    return json.loads(requests.read(int.from_bytes(header, "little"))) if len(header) == 4 else None
+
+
+def _send(replies: BinaryIO, message: dict[str, Any]) -> None:
     data = json.dumps(message, allow_nan=False).encode()
-    sys.stdout.buffer.write(len(data).to_bytes(4, "little") + data)
-    sys.stdout.buffer.flush()
+    replies.write(len(data).to_bytes(4, "little") + data)
+    replies.flush()
