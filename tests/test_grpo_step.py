@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -133,6 +134,26 @@ def test_the_rate_falls_linearly_to_0_after_its_warm_up() -> None:
     ours = learner(replace(CONFIG, warm_up_steps=2, decay_steps=4))
     rates = [ours.step(samples(seed)).learning_rate for seed in range(7)]
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3, 0.0])
+
+
+def test_the_rate_rises_then_falls_to_nothing_and_stays_there() -> None:
+    """Up over 3 steps, the full rate once more, then a fifth less each step: 0 after warm-up + decay steps."""
+    ours = learner(replace(CONFIG, warm_up_steps=3, decay_steps=5))
+    rates, states = [], [weights(ours)]
+    for seed in range(3 + 5 + 2):
+        rates.append(ours.step(samples(seed)).learning_rate)
+        states.append(weights(ours))
+    thirds, fifths = [1 / 3, 2 / 3, 1.0], [1.0, 0.8, 0.6, 0.4, 0.2]
+    assert rates[:8] == pytest.approx([1e-3 * share for share in thirds + fifths], rel=1e-12)
+    assert rates[8:] == [0.0, 0.0]
+    moved = [not torch.equal(one, other) for one, other in itertools.pairwise(states)]
+    assert moved == [True] * 8 + [False] * 2, "the reported rate is the one that was applied"
+
+
+def test_decay_without_warm_up_and_neither() -> None:
+    falling, level = learner(replace(CONFIG, decay_steps=2)), learner()
+    assert [falling.step(samples()).learning_rate for _ in range(4)] == [1e-3, 0.5e-3, 0.0, 0.0]
+    assert [level.step(samples()).learning_rate for _ in range(3)] == [1e-3] * 3
 
 
 def test_resume_equals_the_uninterrupted_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -148,6 +149,25 @@ def test_many_answers_at_once_get_the_verdicts_of_each_alone(mode: Mode) -> None
     assert [verdict.accepted for verdict in verify_answers(answers, [*honest[:3], other, *honest[4:]])] == [
         True, True, True, False, True, True,
     ]  # fmt: skip
+
+
+def test_a_share_of_failures_is_allowed_per_answer_and_not_over_many() -> None:
+    """Three in ten chunks may fail. One foreign chunk among seven is less than that, and all of its own answer."""
+    lenient = Thresholds(
+        exponent_mismatches=38, ratio_allowed_failures=0.3, mantissa_mean=math.inf, mantissa_median=math.inf
+    )
+    answers = [gaussian(tokens, 67, seed=tokens) for tokens in (3, 1, 32, 5, 31, 2, 7)]
+    proofs = [encoded(states) for states in answers]
+    proofs[3] = encoded(gaussian(5, 67, seed=99))
+    joint = verify_proofs(
+        torch.cat(answers), [one for (one,) in proofs], lengths=[len(one) for one in answers], thresholds=lenient
+    )
+    assert joint.accepted and joint.chunks[3].exponent_mismatches > 38, "or this would not be the case that is meant"
+    verdicts = verify_answers(answers, proofs, thresholds=lenient)
+    assert [verdict.accepted for verdict in verdicts] == [True, True, True, False, True, True, True]
+    assert verdicts[3].code == "mismatch" and verdicts[3].reason.startswith("mismatch: chunk 0")
+    alone = [verify_proofs(one, mine, thresholds=lenient) for one, mine in zip(answers, proofs, strict=True)]
+    assert verdicts == alone
 
 
 def test_an_empty_answer_has_no_proofs_and_nothing_to_check() -> None:

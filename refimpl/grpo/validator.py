@@ -29,7 +29,7 @@ from refimpl.grpo.unit import CODES
 from refimpl.identity import Identity, verify
 from refimpl.journal import Journal, silent
 from refimpl.messages import Blob, Message
-from refimpl.work import Work
+from refimpl.work import Seconds, Work
 from refimpl.world import CallError, Signal, World
 
 
@@ -131,7 +131,10 @@ class Validator:
                 return Finding(code="bad_file", reason="the file's SHA-256 is not its key")
         except RolloutError as error:
             return Finding(code="bad_file", reason=str(error))
-        version = self.inspector.version_of(offer)
+        try:  # a stranger's file may take long to read: not on the event loop, and priced with the check
+            version = await self.world.compute(Seconds(duration_s=0.0), lambda: self.inspector.version_of(offer))
+        except Exception as error:
+            return _broken(error)
         until_s = self.world.now() + self.config.weights_wait_s
         while version is not None and version not in self.weights.held():
             if any(held > version for held in self.weights.held()) or self.world.now() >= until_s:
@@ -140,8 +143,8 @@ class Validator:
             await self.weights.arrived().wait(1.0)
         try:
             return await self.world.compute(self.inspector.work, lambda: self.inspector.inspect(offer))
-        except Exception as error:  # a check that breaks is no verdict, about nobody
-            return Finding(code="no_verdict", reason=f"{type(error).__name__}: {error}"[:500], decided=False)
+        except Exception as error:
+            return _broken(error)
 
     async def _tell(self, offer: Offer, finding: Finding) -> None:
         """The trainer first, then whoever waits for the judgement."""
@@ -178,3 +181,8 @@ class Validator:
             oldest = next(iter(self._judgements))
             self._judgements.pop(oldest)
             self._judged.pop(oldest, None)
+
+
+def _broken(error: Exception) -> Finding:
+    """A check that breaks is no verdict, about nobody."""
+    return Finding(code="no_verdict", reason=f"{type(error).__name__}: {error}"[:500], decided=False)

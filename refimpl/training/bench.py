@@ -199,9 +199,10 @@ class Bench:
         data = offer.file.data
         if data is None:
             raise RolloutError("the file has no bytes")
-        if self._read is None or self._read[0] is not data:
-            self._read = data, decode_rollouts(data, self.plan.limits(self.decoder.config.vocabulary))
-        return self._read[1]
+        read = self._read
+        if read is None or read[0] is not data:
+            self._read = read = data, decode_rollouts(data, self.plan.limits(self.decoder.config.vocabulary))
+        return read[1]
 
     def _check_proofs(self, rows: Sequence[Sample]) -> tuple[str, str] | None:
         """Proofs and log-probabilities against what the right weights compute."""
