@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from refimpl.training import __main__ as training_main
 from refimpl.training.__main__ import main
+from refimpl.training.launch import LaunchError
 from refimpl.training.plan import TrainPlan
 
 
@@ -40,6 +42,30 @@ def test_a_wrong_setting_is_refused_before_anything_is_started(
     assert main(["--lag", "-1", "--runs", str(tmp_path)]) == 2
     assert "max_age is -1, expected 0 (synchronous) or more" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_resumed_with_the_settings_that_it_was_begun_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate falls over all steps of the plan: 30 of 200 and 70 of 100 would be the schedule of neither."""
+    started: list[int] = []
+
+    def start(plan: TrainPlan, *_: object, **__: object) -> None:
+        started.append(plan.steps)
+        raise LaunchError("stopped")
+
+    monkeypatch.setattr(training_main, "run_processes", start)
+    usual = ["--runs", str(tmp_path), "--cheat", "noise"]
+    assert main([*usual, "--steps", "200"]) == main([*usual, "--steps", "200", "--resume"]) == 1
+    kept = (tmp_path / "train-0" / "plan.json").read_bytes()
+    capsys.readouterr()
+    assert main([*usual, "--steps", "100", "--lr", "0.5", "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "train-0 was begun with steps = 200, not 100, learning_rate = 0.0005, not 0.5: resume it with" in said
+    assert started == [200, 200] and (tmp_path / "train-0" / "plan.json").read_bytes() == kept
+    assert main([*usual, "--steps", "100"]) == 1, "a new run may have any"
+    assert main([*usual, "--steps", "100", "--resume"]) == 1
+    assert started == [200, 200, 100, 100]
 
 
 def test_a_plan_travels_as_json() -> None:

@@ -1,14 +1,15 @@
 """`python -m refimpl.training`: asynchronous GRPO for real, every node a process on this machine.
 
 Workers generate with the weights they have, a validator checks every file, the trainer steps when a folder is complete,
-SHARDCAST carries the weights. Leaves RUNS/train-SEED/: summary.json, reward.png, trace.json (opens in Perfetto), and
-every node's folder. Run it again with --resume and the same seed, and it goes on where it ended.
+SHARDCAST carries the weights. Leaves RUNS/train-SEED/: plan.json, summary.json, reward.png, trace.json (opens in
+Perfetto), and every node's folder. Run it again with --resume and the same settings, and it goes on where it ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import shutil
 import sys
 import time
@@ -76,6 +77,19 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
     )
 
 
+def changed_settings(plan: TrainPlan, path: Path) -> str:
+    """What the run that is resumed was begun with, where that is not what `plan` says; empty: nothing. A run's rates
+    and rules hang on its plan, the number of steps too: half of one and half of another is neither."""
+    now = json.loads(json.dumps(plan.as_json()))
+    if not path.is_file():
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+        partial.rename(path)
+    begun = json.loads(path.read_text(encoding="utf-8"))
+    names = [name for name in {**now, **begun} if begun.get(name) != now.get(name)]
+    return ", ".join(f"{name} = {begun.get(name)!r}, not {now.get(name)!r}" for name in names)
+
+
 def main(arguments: list[str]) -> int:
     """Exit code 0: done, and all promises kept; 1: not; 2: usage."""
     if len(arguments) == 2 and arguments[0] == "node":
@@ -93,6 +107,9 @@ def main(arguments: list[str]) -> int:
     if folder.exists() and not options.resume:
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if changed := changed_settings(plan, folder / "plan.json"):
+        print(f"{folder} was begun with {changed}: resume it with the same, or begin anew", file=sys.stderr)
+        return 2
     started_s = time.monotonic()
     line = Line(uplink_mbit_s=options.mbit_s, downlink_mbit_s=options.mbit_s, latency_ms=options.latency_ms)
     print(f"starting {3 + len(plan.workers)} processes", file=sys.stderr, flush=True)
