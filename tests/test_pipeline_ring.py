@@ -149,7 +149,7 @@ def joined(ring, change):
 
     async def main(ring):
         plan = ring.head.ring.plan(ring.names[: len(ring.config.cuts)], 8)
-        return await ring.client.call("s1", JoinRing(change(plan)), 20)
+        return await ring.worlds["s0"].call("s1", JoinRing(change(plan)), 20)
 
     async def body():
         ring.stages["s1"].serve()

@@ -18,6 +18,7 @@ import torch
 
 from refimpl.model.attention import AttentionKernel
 from refimpl.model.cache import KVCache
+from refimpl.model.config import ModelConfig
 from refimpl.model.transformer import Decoder
 from refimpl.model.weights import content_hash, load_decoder
 from refimpl.pipeline.blame import Commit
@@ -197,26 +198,39 @@ def torch_parts(
     `checkpoint`: the folder's content hash, where the caller knows it already (it takes a read of the whole model).
     """
 
+    whole = ModelConfig.from_pretrained(path)
+
     def load(plan: RingPlan, member: Member) -> StageCompute:
-        layers = range(member.first, member.end)
-        decoder = load_decoder(path, layers=layers, dtype=DTYPES[dtype], device=device, attention=attention)
-        config = decoder.config
-        for field, theirs, ours in (("layers", plan.layers, config.layers), ("hidden", plan.hidden, config.hidden)):
+        for field, theirs, ours in (("layers", plan.layers, whole.layers), ("hidden", plan.hidden, whole.hidden)):
             if theirs != ours:
                 raise ValueError(f"{field}: the plan says {theirs}, the checkpoint {ours}")
+        layers = range(member.first, member.end)
+        decoder = load_decoder(path, layers=layers, dtype=DTYPES[dtype], device=device, attention=attention)
         return StageCompute(
             change(decoder),
             micro_batches=plan.micro_batches,
             rows=plan.rows,
             capacity_tokens=plan.capacity_tokens,
-            sampling=_sampling(plan, config.vocabulary) if member.end == plan.layers else None,
+            sampling=_sampling(plan, whole.vocabulary) if member.end == plan.layers else None,
             dtype=wire,
         )
+
+    def bytes_min(plan: RingPlan, member: Member) -> int:
+        width = DTYPES[dtype].itemsize
+        size = whole.size(range(member.first, min(member.end, whole.layers)), bytes_per_weight=width)
+        numbers = 2 * whole.kv_heads * whole.head_dim * (member.end - member.first)  # keys and values of a token
+        return int(size.weights) * width + plan.micro_batches * plan.rows * plan.capacity_tokens * numbers * width
 
     def commit(plan: RingPlan) -> Commit:
         return toploc_commit(plan.hidden, plan.dtype, chunk_tokens=plan.chunk_tokens, top_k=plan.top_k)
 
-    return Parts(checkpoint=checkpoint or content_hash(path), load=load, commit=commit)
+    return Parts(
+        checkpoint=checkpoint or content_hash(path),
+        load=load,
+        commit=commit,
+        bytes_min=bytes_min,
+        vocabulary=whole.vocabulary,
+    )
 
 
 def _sampling(plan: RingPlan, vocabulary: int) -> Sampling | None:

@@ -57,6 +57,8 @@ class Parts:
     checkpoint: str  # content hash of the weights this node has
     load: Callable[[RingPlan, Member], Compute]
     commit: Callable[[RingPlan], Commit]
+    bytes_min: Callable[[RingPlan, Member], int] = lambda plan, member: 0  # of weights and caches, before any is taken
+    vocabulary: int = 1 << 31  # token ids are below; a stand-in without a table needs only what travels as int32
 
 
 class Contiguous:
@@ -197,6 +199,29 @@ class Formation:
     def unconfirmed(self) -> int:
         """Taken, but without a receipt that holds."""
         return 0 if self.sender is None else len(self.sender.unconfirmed())
+
+
+def stranger(source: str, plan: RingPlan, ring: Formation | None, silent_s: float, silence_s: float) -> str:
+    """Why `source` may not send this plan; empty if it may: a plan is its head's to send, and a stage in a ring that is
+    alive is that ring's."""
+    head = plan.members[0].name if plan.members else ""
+    if source != head:
+        return f"{source!r} is not the head of this plan, {head!r} is"
+    if ring is None or source == ring.plan.members[0].name or silent_s >= silence_s:
+        return ""
+    theirs = ring.plan.members[0].name
+    return f"{ring.member.name!r} is in ring {ring.plan.ring!r}, and heard of its head {theirs!r} {silent_s:.3g} s ago"
+
+
+def no_room(plan: RingPlan, member: Member, need_bytes: int, have_bytes: int) -> str:
+    """Why this stage is too small; empty if it is not."""
+    if need_bytes <= have_bytes:
+        return ""
+    return (
+        f"layers {member.first}..{member.end - 1} with caches for {plan.micro_batches} x {plan.rows} rows of "
+        f"{plan.capacity_tokens} tokens take {need_bytes} bytes, stage {member.name!r} has {have_bytes}: "
+        f"{need_bytes - have_bytes} bytes short"
+    )
 
 
 def token_rows(drawing: Sequence[HeldRow | PassRow], tokens: Sequence[int]) -> list[Row]:

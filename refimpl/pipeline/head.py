@@ -177,12 +177,14 @@ class Head:
         """Answers to these prompts; an id that was asked for before is answered from the record.
 
         Raises `TooLong` before any work when one of them does not fit a cache row, ValueError for one that asks for
-        nothing, `RingOver` when the ring ended first.
+        nothing or has a token that the model does not know, `RingOver` when the ring ended first.
         """
         wanted = list(zip(ids, prompts, max_new_tokens, seeds, strict=True))
         fresh = [item for item in wanted if item[0] not in self.log.requests]
         for item in fresh:
             self.schedule.check(Request(id=0, prompt=tuple(item[1]), max_new_tokens=item[2]))
+            if fault := self._foreign(item[1]):
+                raise ValueError(f"prompt of request {item[0]!r}: {fault}")
         for item in fresh:
             self._queue(self.log.submit(*item))
         self._awake.set()
@@ -210,7 +212,11 @@ class Head:
     async def _complete(self, source: str, message: Complete) -> Message:
         if len({len(message.ids), len(message.prompts), len(message.max_new_tokens), len(message.seeds)}) != 1:
             raise Refused("ids, prompts, max_new_tokens and seeds must be equally many")
-        prompts = [prompt.reshape(-1).tolist() for prompt in message.prompts]
+        for request_id, prompt in zip(message.ids, message.prompts, strict=True):
+            if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+                found = f"{prompt.dtype} {prompt.shape}"
+                raise Refused(f"prompt of request {request_id!r} is {found}, expected one row of whole numbers")
+        prompts = [prompt.tolist() for prompt in message.prompts]
         try:
             kept = await self.complete(message.ids, prompts, message.max_new_tokens, message.seeds)
         except ValueError as error:
@@ -222,12 +228,30 @@ class Head:
         )
 
     # --------------------------------------------------------------------------------------------------------- tokens
+    def _foreign(self, tokens: Sequence[int]) -> str:
+        """Which of these is no token of the model's; empty if all are. An id outside its table must get no further:
+        on the record, it would stop this head, and the next one too."""
+        vocabulary = self.stage.parts.vocabulary
+        wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        return "" if wrong is None else f"token {wrong}, expected 0 to {vocabulary - 1}"
+
+    def _malformed(self, drawn: Drawn) -> str:
+        """What is wrong with tokens that came round, whatever pass they are of; empty if nothing is."""
+        tokens, logprobs = drawn.tokens, drawn.logprobs
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            return f"tokens are {tokens.dtype} {tokens.shape}, expected one row of whole numbers"
+        if logprobs.shape != tokens.shape or logprobs.dtype.kind != "f" or not np.isfinite(logprobs).all():
+            return f"log-probabilities are {logprobs.dtype} {logprobs.shape}, expected {len(tokens)} finite numbers"
+        return self._foreign(tokens.tolist())
+
     async def _drawn(self, source: str, drawn: Drawn) -> Message:
         if not self.ring.up or drawn.epoch != self.ring.epoch:
             raise Refused(f"epoch {drawn.epoch} is not the ring's")
         formation = self.ring.formation
         if source != formation.plan.members[-1].name or len(formation.plan.members) == 1:
             raise Refused(f"{source!r} is not the last stage")
+        if fault := self._malformed(drawn):  # like one that does not fit: not taken, and the ring is mended without it
+            raise Refused(f"pass {drawn.number}: {fault}")
         made = self.schedule.in_flight.get(drawn.number)
         signature = b""
         if made is not None and formation.plan.signed:

@@ -14,6 +14,19 @@ from refimpl.messages import Message, wire
 from refimpl.pipeline.blame import Commitment, Complaint, Exhibit, SignedDigest
 from refimpl.pipeline.schedule import Pass, PassRow
 
+SIZES: dict[str, tuple[int, int]] = {
+    "layers": (1, 1 << 12),
+    "hidden": (1, 1 << 17),
+    "micro_batches": (1, 1 << 10),
+    "rows": (1, 1 << 16),
+    "capacity_tokens": (2, 1 << 24),
+    "window": (1, 1 << 16),
+    "chunk_tokens": (1, 1 << 16),
+    "top_k": (1, 1 << 15),
+    "sampling_top_k": (0, 1 << 31),
+}
+"""What a plan may ask for: far beyond any ring, and small enough that no product of them overflows."""
+
 VERSION = 1
 """Of these messages and what they mean; stages of different versions do not form a ring."""
 
@@ -60,7 +73,15 @@ class RingPlan:
         raise ValueError(f"node {name!r} is no member of ring {self.ring!r}")
 
     def faults(self) -> str:
-        """Why this is no whole, contiguous ring; empty if it is one."""
+        """Why this is no whole, contiguous ring of possible sizes; empty if it is one."""
+        for field, (least, most) in SIZES.items():
+            if not least <= getattr(self, field) <= most:
+                return f"{field} is {getattr(self, field)}, expected {least} to {most}"
+        if not self.sampling_temperature >= 0 or not 0 < self.sampling_top_p <= 1:
+            return (
+                f"temperature {self.sampling_temperature} and top_p {self.sampling_top_p}, expected 0 or more, and "
+                "above 0 to 1"
+            )
         edges = [0, *(member.end for member in self.members)]
         for at, member in enumerate(self.members):
             if member.first != edges[at] or member.end <= member.first:

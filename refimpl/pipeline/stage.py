@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from refimpl.identity import Identity
 from refimpl.journal import Journal, silent
 from refimpl.messages import Message, Ok
 from refimpl.pipeline.blame import Commit, Complaint, Receipt
-from refimpl.pipeline.formation import Compute, Formation, Parts
+from refimpl.pipeline.formation import Compute, Formation, Parts, no_room, stranger
 from refimpl.pipeline.hops import BadHop
 from refimpl.pipeline.judge import about
 from refimpl.pipeline.messages import (
@@ -65,6 +66,7 @@ class StageConfig:
     retry_s: float = 0.05
     unconfirmed_max: int = 64  # receipts missing before the link counts as troubled
     memory_bytes: int = 1 << 62  # weights and caches may take so much
+    silence_s: float = 60.0  # a formation whose head said nothing for so long is anybody's who forms a ring
 
 
 class Stage:
@@ -78,6 +80,7 @@ class Stage:
         self._past: dict[int, Formation] = {}  # earlier epochs, where evidence is kept
         self._loaded: tuple[tuple[int, ...], Compute] | None = None
         self._warm = False  # commitments have been made before
+        self._heard_s = -inf  # when the head, or a pass, last came
         self._awake: Signal = world.signal()
         self._stopped = False
         self._waiting: dict[int, Signal] = {}  # handlers of passes that came early
@@ -117,6 +120,8 @@ class Stage:
     # ------------------------------------------------------------------------------------------------- forming a ring
     async def _join(self, source: str, message: JoinRing) -> Message:
         plan = message.plan
+        if fault := stranger(source, plan, self.formation, self.world.now() - self._heard_s, self.config.silence_s):
+            raise Refused(fault)
         if self.formation is not None and self.formation.plan.ring == plan.ring:
             if plan.epoch < self.formation.plan.epoch:
                 raise Refused(f"epoch {plan.epoch} is over, this stage is in epoch {self.formation.plan.epoch}")
@@ -138,7 +143,8 @@ class Stage:
         for field, value in mine.items():
             if theirs[field] != value:
                 raise Refused(f"{field}: the plan says {theirs[field]}, stage {self.world.name!r} has {value}")
-        if fault := plan.faults():
+        need_bytes = self.parts.bytes_min(plan, member)
+        if fault := plan.faults() or no_room(plan, member, need_bytes, self.config.memory_bytes):
             raise Refused(fault)
         if self.formation is not None and not self.formation.halted:
             self.formation.halted = f"epoch {plan.epoch} is being formed"  # no pass of the old one on emptied caches
@@ -148,6 +154,7 @@ class Stage:
             self._past[self.formation.plan.epoch] = self.formation
             self._past.pop(plan.epoch - EPOCHS_KEPT, None)
         self.formation = Formation(plan, at, compute, self.identity, commit)
+        self._heard_s = self.world.now()
         for waiting in self._waiting.values():
             waiting.set()
         self._waiting.clear()
@@ -164,29 +171,27 @@ class Stage:
         self._loaded = None  # the old layers go before the new ones come
         try:
             compute = await self.world.compute(Seconds(duration_s=0.0), lambda: self.parts.load(plan, member))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # torch says RuntimeError for no room
             raise Refused(
                 f"stage {self.world.name!r} cannot load layers {member.first}..{member.end - 1}: {error}"
             ) from error
         if compute.dtype != plan.dtype:
             raise Refused(f"dtype: the plan says {plan.dtype}, stage {self.world.name!r} has {compute.dtype}")
-        if compute.memory_bytes > self.config.memory_bytes:
-            short = compute.memory_bytes - self.config.memory_bytes
-            raise Refused(
-                f"layers {member.first}..{member.end - 1} with caches for {plan.micro_batches} x {plan.rows} rows of "
-                f"{plan.capacity_tokens} tokens take {compute.memory_bytes} bytes, stage {self.world.name!r} has "
-                f"{self.config.memory_bytes}: {short} bytes short"
-            )
+        if fault := no_room(plan, member, compute.memory_bytes, self.config.memory_bytes):
+            raise Refused(fault)
         self._loaded = (key, compute)
         return compute
 
     async def _commit(self, plan: RingPlan) -> Commit:
-        """The ring's commitments, tried out once: what is compiled on first use (a minute, on a busy machine without a
-        cache) is compiled now, while all wait for the ring, and not in the middle of a hop."""
+        """The ring's commitments, tried out once: what is compiled on first use (a minute) is compiled now, and not
+        in the middle of a hop."""
         commit = self.parts.commit(plan)
         if plan.signed and not self._warm:
-            size = plan.hidden * (2 if plan.dtype == "bfloat16" else 4)
-            await self.world.compute(Seconds(duration_s=0.0), lambda: commit(bytes(size)))
+            chunk = bytes(plan.hidden * (2 if plan.dtype == "bfloat16" else 4))
+            try:
+                await self.world.compute(Seconds(duration_s=0.0), lambda: commit(chunk))
+            except (ValueError, OSError, RuntimeError) as error:
+                raise Refused(f"stage {self.world.name!r} cannot commit as the plan says: {error}") from error
             self._warm = True
         return commit
 
@@ -248,6 +253,7 @@ class Stage:
             ready = ring.order.arrive(hop.epoch, hop.number, (made, hop.states, signed))
         except (ValueError, Drift, BadHop) as error:
             raise Refused(str(error)) from error
+        self._heard_s = self.world.now()
         for item in ready:
             self._take(ring, *item)
         if hop.number >= ring.taken:
@@ -373,6 +379,8 @@ class Stage:
         ring = self.formation
         if ring is None:
             return ProgressReport(-1, 0, 0, 0)
+        if source == ring.plan.members[0].name:
+            self._heard_s = self.world.now()
         return ProgressReport(ring.plan.epoch, ring.taken, ring.computed, ring.delivered.count, ring.busy_s)
 
     async def _evidence(self, source: str, message: AskEvidence) -> Message:

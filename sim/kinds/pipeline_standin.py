@@ -130,6 +130,7 @@ def parts_of(size: ModelSize, behaviour: str) -> Parts:
         checkpoint=f"stand-in for {size.name}",
         load=lambda plan, member: StandIn(plan, member, size, behaviour in OTHER_LAYERS),
         commit=lambda plan: commit,
+        vocabulary=VOCABULARY,
     )
 
 
