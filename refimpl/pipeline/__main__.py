@@ -99,6 +99,7 @@ def prepared(
         "dtype": plan.dtype,
         "run_seed": options.seed,
         "names": [node.name for node in entries],
+        "latency_ms_max": max(node.latency_ms for node in entries),
         "here": sum(not node.command for node in entries),
         "ring": {
             "ring": f"cli-{options.seed}",

@@ -90,7 +90,14 @@ def run_node(config: dict[str, Any]) -> int:
             await stop.wait()
             stage.stop()
 
-    return run_process(node["name"], part, run_seed=config["run_seed"], line=line, host=node["host"])
+    return run_process(
+        node["name"],
+        part,
+        run_seed=config["run_seed"],
+        line=line,
+        host=node["host"],
+        latency_ms_max=config["latency_ms_max"],
+    )
 
 
 async def run_head(world: World, stage: Stage, config: dict[str, Any], stop: Signal) -> None:

@@ -24,6 +24,10 @@ T = TypeVar("T")
 PACKET_BYTES, PACE_BYTES, PACE_S = 1448, 16 << 10, 0.002
 """A paced line sends pieces of `PACE_S`, a packet at least, so that messages that share it take turns."""
 
+CATCH_UP_S = 0.1
+"""A piece is reserved against the instant at which the one before should have passed, if that is no longer ago than
+this: timers that fire late cost a line nothing of its rate."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Line:

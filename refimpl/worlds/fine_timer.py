@@ -12,11 +12,14 @@ import ctypes
 import heapq
 import itertools
 import os
+import sys
 import time
+from typing import Any
 
 CLOCK_MONOTONIC, TFD_TIMER_ABSTIME = 1, 1
-_LIBC = ctypes.CDLL(None) if os.name == "posix" else None
-_create, _set = getattr(_LIBC, "timerfd_create", None), getattr(_LIBC, "timerfd_settime", None)
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_create: Any = getattr(_LIBC, "timerfd_create", None)
+_set: Any = getattr(_LIBC, "timerfd_settime", None)
 
 
 class _Span(ctypes.Structure):
@@ -34,14 +37,18 @@ class FineTimer:
         self._loop = asyncio.get_running_loop()
         self._number = itertools.count()
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._file = -1 if _create is None else _create(CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closed = False
+        fine = _create is not None and _set is not None
+        self._file = _create(CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC) if fine else -1
         if self._file >= 0:
             self._loop.add_reader(self._file, self._fire)
 
     async def until(self, instant_s: float) -> None:
-        """Until `time.monotonic()` is there: not before, and hardly after."""
+        """Until `time.monotonic()` is there: not before, and hardly after. Cancelled once the timer is closed."""
         if instant_s <= time.monotonic():
             return
+        if self._closed:
+            raise asyncio.CancelledError
         if self._file < 0:
             while (left_s := instant_s - time.monotonic()) > 0:
                 await asyncio.sleep(left_s)
@@ -56,8 +63,9 @@ class FineTimer:
         """Have the kernel wake us when the first of the waits is over."""
         due_ns = max(1, int(self._waiting[0][0] * 1e9) + 1)  # 0 would disarm it
         setting = _Setting(first=_Span(*divmod(due_ns, 10**9)))
-        assert _set is not None
-        _set(self._file, TFD_TIMER_ABSTIME, ctypes.byref(setting), None)
+        if _set(self._file, TFD_TIMER_ABSTIME, ctypes.byref(setting), None) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"timerfd_settime: {os.strerror(error)}")
 
     def _fire(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -67,10 +75,17 @@ class FineTimer:
             if not future.done():
                 future.set_result(None)
         if self._waiting:
-            self._arm()
+            try:
+                self._arm()
+            except OSError as error:  # those that wait should hear of it, for nothing would wake them
+                for _, _, future in self._waiting:
+                    if not future.done():
+                        future.set_exception(error)
+                self._waiting.clear()
 
     def close(self) -> None:
         """No more waits; those that are left are cancelled."""
+        self._closed = True
         for _, _, future in self._waiting:
             future.cancel()
         self._waiting.clear()

@@ -4,7 +4,8 @@ A call is `POST /call` with the frame as the body and the caller's name in a hea
 comes from something on the way (`wire.py`, any proxy) that could not reach the target; any other status is a refusal.
 The text says why. Lines can be shaped: a body then leaves and is read in paced pieces, and what has come whole is held
 for the latency of both lines (the sender's stands in a header) before anybody sees it. So a call, its answer and a
-refusal take the same way, and a long message takes its length and the latency.
+refusal take the same way, and a long message takes its length and the latency. What a sender says of its line counts
+only up to `latency_ms_max`, which who emulates the lines gives: without it, nobody makes a node hold anything.
 """
 
 from __future__ import annotations
@@ -21,20 +22,16 @@ from aiohttp import web
 
 from refimpl.messages import FRAME_BYTES_MAX, PREFIX, BadMessage, Message, decode, encode, encode_parts, frame_length
 from refimpl.world import Refused, TaskFailure, Timeout, Unreachable
-from refimpl.worlds.asyncio_node import AsyncioNode, Line, Supervisor, device_thread
+from refimpl.worlds.asyncio_node import CATCH_UP_S, AsyncioNode, Line, Supervisor, device_thread
 from refimpl.worlds.fine_timer import FineTimer
 
 T = TypeVar("T")
 
 SOURCE_HEADER = "X-Armillary-Source"
 LATENCY_HEADER = "X-Armillary-Latency-Ms"  # of the sender's line, where it is shaped
-LATENCY_MS_MAX = 60_000.0
 REASON_BYTES_MAX = 2000
 NAME_LENGTH_MAX = 200
 UNREACHABLE_STATUS = 502
-CATCH_UP_S = 0.1
-"""A piece is reserved against the instant at which the one before should have passed, if that is no longer ago than
-this: timers that fire late cost a line nothing of its rate."""
 _CALLER: ContextVar[str] = ContextVar("address of the caller", default="")
 READ_IDLE_S = 60.0
 """A peer that has begun a frame and sends nothing for so long is given up."""
@@ -53,6 +50,7 @@ class HttpWorld(AsyncioNode):
         started_s: float | None = None,
         device: Any = None,
         line: Line | None = None,
+        latency_ms_max: float | None = None,
         frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
         super().__init__(
@@ -64,6 +62,7 @@ class HttpWorld(AsyncioNode):
             line=line or Line(),
         )
         self.book = book
+        self.latency_ms_max = self.line.latency_ms if latency_ms_max is None else latency_ms_max  # believed of a sender
         self._frame_bytes_max = frame_bytes_max
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -181,17 +180,23 @@ class HttpWorld(AsyncioNode):
 
     async def _held(self, headers: Mapping[str, str]) -> None:
         """A message has come whole: wait for the latency of its sender's line and of this one."""
-        come_s, said = time.monotonic(), headers.get(LATENCY_HEADER, "0")
-        try:
-            theirs_ms = float(said)
-        except ValueError:
-            theirs_ms = -1.0
-        if not 0 <= theirs_ms <= LATENCY_MS_MAX:
-            raise BadMessage(f"header {LATENCY_HEADER} is {said[:40]!r}, expected 0 to {LATENCY_MS_MAX:g}")
+        come_s, theirs_ms = time.monotonic(), 0.0
+        if self.latency_ms_max:
+            said = headers.get(LATENCY_HEADER, "0")
+            try:
+                theirs_ms = min(float(said), self.latency_ms_max)
+            except ValueError:
+                theirs_ms = -1.0
+            if not theirs_ms >= 0:
+                raise BadMessage(f"header {LATENCY_HEADER} is {said[:40]!r}, expected milliseconds, 0 or more")
         if held_ms := theirs_ms + self.line.latency_ms:
             await self.sleep_until(come_s - self._started_s + held_ms / 1000)
 
     async def sleep_until(self, instant_s: float) -> None:
+        if instant_s <= self.elapsed_s():
+            return
+        if not self.alive:  # a timer made now would never be closed
+            raise asyncio.CancelledError
         self._timer = self._timer or FineTimer()
         await self._timer.until(self._started_s + instant_s)
 
@@ -261,6 +266,8 @@ class HttpFabric:
             line=line,
             frame_bytes_max=self._frame_bytes_max,
         )
+        for node in self.nodes.values():  # all lines are of one emulation
+            node.latency_ms_max = max(other.line.latency_ms for other in self.nodes.values())
         return self.nodes[name]
 
     def kill(self, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from refimpl.messages import BadMessage, Message, decode, encode
 from refimpl.world import Refused, TaskFailure, Timeout, Unreachable
-from refimpl.worlds.asyncio_node import PACE_BYTES, AsyncioNode, Line, Supervisor, device_thread
+from refimpl.worlds.asyncio_node import CATCH_UP_S, AsyncioNode, Line, Supervisor, device_thread
 
 T = TypeVar("T")
 
@@ -108,12 +108,13 @@ class LocalFabric:
 
     async def _travel(self, source: LocalWorld, target: LocalWorld, size_bytes: int) -> None:
         latency_s = (source.line.latency_ms + target.line.latency_ms) / 1000
-        arrived_s = source.elapsed_s() + latency_s
+        sent_s = source.elapsed_s()
+        arrived_s = sent_s + latency_s
         if source is not target and (source.paced or target.paced):
-            left = size_bytes
+            left, step = size_bytes, min(source.uplink.piece_bytes, target.downlink.piece_bytes)
             while left > 0:
-                piece = min(left, PACE_BYTES)
-                sent_s = source.uplink.reserve(piece, source.elapsed_s())
+                piece = min(left, step)
+                sent_s = source.uplink.reserve(piece, max(sent_s, source.elapsed_s() - CATCH_UP_S))
                 arrived_s = target.downlink.reserve(piece, sent_s + latency_s)
                 left -= piece
                 await source.sleep_until(sent_s)

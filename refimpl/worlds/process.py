@@ -31,16 +31,21 @@ Main = Callable[[HttpWorld, Signal], Coroutine[Any, Any, None]]
 """A node's whole part: `main(world, stop)` ends when the part is done or `stop` is set."""
 
 
-def run_process(name: str, main: Main, *, run_seed: int, line: Line, host: str = "127.0.0.1") -> int:
-    """Live as node `name` until its part is done or its parent says stop. Returns the exit code."""
-    return asyncio.run(_live(name, main, run_seed, line, host))
+def run_process(
+    name: str, main: Main, *, run_seed: int, line: Line, host: str = "127.0.0.1", latency_ms_max: float | None = None
+) -> int:
+    """Live as node `name` until its part is done or its parent says stop. Returns the exit code. `latency_ms_max`: of
+    all lines that the parent emulates; None: this node's own."""
+    return asyncio.run(_live(name, main, run_seed, line, host, latency_ms_max))
 
 
-async def _live(name: str, main: Main, run_seed: int, line: Line, host: str) -> int:
+async def _live(name: str, main: Main, run_seed: int, line: Line, host: str, latency_ms_max: float | None) -> int:
     orders = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     supervisor, book = Supervisor(), {}  # type: tuple[Supervisor, dict[str, str]]
-    world = HttpWorld(name, book=book, supervisor=supervisor, run_seed=run_seed, line=line)
+    world = HttpWorld(
+        name, book=book, supervisor=supervisor, run_seed=run_seed, line=line, latency_ms_max=latency_ms_max
+    )
     print(json.dumps({"url": await world.start(host)}), flush=True)
     stop = world.signal()
     try:
