@@ -12,6 +12,7 @@ from refimpl.model.sampler import Sampling
 from refimpl.model.weights import load_decoder
 from refimpl.pipeline.__main__ import arguments_of, main, node_file, prepared
 from refimpl.pipeline.launch import LaunchError, NodeFile, started
+from refimpl.pipeline.node import lean_code, untouched_code
 from refimpl.tokenizer import chat_ids, load_tokenizer
 
 TINY = Path(__file__).parent / "data" / "tiny-model"
@@ -117,6 +118,50 @@ def test_a_stage_gives_back_the_code_that_only_imports_ran():
     """Some 65 MB; and what is called afterwards is there again."""
     said = subprocess.run([sys.executable, "-c", FORGETS], capture_output=True, text=True)
     assert said.stdout == "True 5.0\n", said.stderr
+
+
+SMAPS = b"""7f00-7f20 r-xp 00000000 08:01 12 /usr/lib/caf\xe9.so
+Private_Dirty:         0 kB
+Anonymous:             0 kB
+Swap:                  0 kB
+VmFlags: rd ex mr mw me
+7f20-7f50 r-xp 00000000 08:01 13 /usr/lib/patched.so
+Private_Dirty:         4 kB
+Anonymous:             0 kB
+Swap:                  0 kB
+7f50-7f60 r-xp 00000000 08:01 14 /usr/lib/swapped.so
+Private_Dirty:         0 kB
+Anonymous:             0 kB
+Swap:                  8 kB
+7f60-7f70 r-xp 00000000 08:01 15 /usr/lib/written.so
+Private_Dirty:         0 kB
+Anonymous:             4 kB
+Swap:                  0 kB
+7f70-7f80 r-xp 00000000 08:01 16 /usr/lib/unsaid.so
+Private_Dirty:         0 kB
+7f80-7f90 r--p 00000000 08:01 17 /usr/lib/data.so
+Private_Dirty:         0 kB
+Anonymous:             0 kB
+Swap:                  0 kB
+7f90-7fa0 r-xp 00000000 00:00 0  [vdso]
+Private_Dirty:         0 kB
+Anonymous:             0 kB
+Swap:                  0 kB
+"""
+
+
+def test_only_code_that_was_never_written_to_is_given_back():
+    """Not what is dirty, swapped out, anonymous, no file's code, or not said to be clean."""
+    assert untouched_code(SMAPS) == [(0x7F00, 0x20)]
+
+
+@pytest.mark.parametrize("failure", [PermissionError("hidden"), FileNotFoundError("no /proc"), OSError("gone")])
+def test_a_stage_lives_where_the_system_hides_what_is_mapped(monkeypatch, failure):
+    def refused(path):
+        raise failure
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    lean_code()
 
 
 def test_a_model_that_fits_nowhere_is_an_error_sentence(tmp_path, capsys):

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,12 @@ from typing import Any
 from refimpl.model.config import ModelConfig
 from refimpl.pipeline.partition import Chain, Device, Partition, chain_of, partition, uniform_links
 
-HUGE_PAGES = ("env", "PYTHONMALLOC=malloc", "GLIBC_TUNABLES=glibc.malloc.hugetlb=1")
-"""Before the python command: its objects in glibc's heap, and that in huge pages. A stage sleeps between passes, and on
-a virtual machine each page of 4 kB that it then touches costs microseconds; a pass touches thousands."""
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""A tunable of a child's glibc: its heap, with Python's objects in it, in huge pages. A stage sleeps between passes,
+and on a virtual machine each page of 4 kB that it then touches costs microseconds; a pass touches thousands."""
+
+STOP_S = 20.0
+"""A child that is told to stop and lives so long after is killed."""
 
 
 class LaunchError(Exception):
@@ -117,13 +121,43 @@ class Child:
         line = self.process.stdout.readline()
         if not line:
             raise LaunchError(f"node {self.entry.name!r} ended with code {self.process.wait()}; its words are above")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise LaunchError(f"node {self.entry.name!r} said {line[:200]!r}, expected a JSON object")
         return answer
 
     def say(self, order: dict[str, Any]) -> None:
+        """Raises `LaunchError` when it has ended."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise LaunchError(f"node {self.entry.name!r} hears nothing more: {error}") from error
+
+
+def start(entry: NodeEntry) -> Child:
+    """A node's process. Raises `LaunchError` when its command cannot be run."""
+    variables = os.environ | environment(os.environ, sys.platform) if not entry.command else None
+    command = [*entry.command, entry.python, "-m", "refimpl.pipeline.node"]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=variables
+        )
+    except OSError as error:
+        raise LaunchError(f"node {entry.name!r}: cannot run {command[0]!r}: {error.strerror}") from error
+    return Child(entry, process)
+
+
+def environment(given: Mapping[str, str], platform: str) -> dict[str, str]:
+    """What a child on this machine gets beside `given`: on Linux `HUGE_PAGES`, after the tunables that are set."""
+    if platform != "linux":
+        return {}
+    tunables = [given["GLIBC_TUNABLES"]] if given.get("GLIBC_TUNABLES") else []
+    return {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": ":".join([*tunables, HUGE_PAGES])}
 
 
 @contextlib.contextmanager
@@ -132,11 +166,9 @@ def started(entries: Sequence[NodeEntry], configs: Sequence[dict[str, Any]]) -> 
     children: list[Child] = []
     try:
         for entry in entries:
-            command = [*entry.command, *HUGE_PAGES, entry.python, "-m", "refimpl.pipeline.node"]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            children.append(Child(entry, process))
+            children.append(start(entry))
         for child, config in zip(children, configs, strict=True):
-            with contextlib.suppress(BrokenPipeError):  # it has ended: reading says so
+            with contextlib.suppress(LaunchError):  # it has ended: reading says so
                 child.say(config)
         for child in children:
             child.url = child.read()["url"]
@@ -152,6 +184,10 @@ def started(entries: Sequence[NodeEntry], configs: Sequence[dict[str, Any]]) -> 
                     child.process.stdin.close()
         for child in children:
             try:
-                child.process.wait(timeout=20)
+                child.process.wait(timeout=STOP_S)
             except subprocess.TimeoutExpired:
                 child.process.kill()
+                child.process.wait()
+            finally:
+                if child.process.stdout is not None:
+                    child.process.stdout.close()

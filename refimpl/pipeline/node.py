@@ -11,6 +11,7 @@ before the weights come. What a process takes beyond its weights, caches and act
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import sys
@@ -30,6 +31,7 @@ from refimpl.world import Signal, World
 from refimpl.worlds.asyncio_node import Line
 from refimpl.worlds.process import run_process
 
+CLEAN = (b"Anonymous:", b"Private_Dirty:", b"Swap:")  # smaps: 0 kB where no page was written to
 MADV_DONTNEED = 4  # sys/mman.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 
@@ -38,7 +40,7 @@ def lean_heap() -> None:
     """Have glibc map every tensor of 1 MiB or more by itself, so that it goes back to the system when it is freed. Left
     alone, it raises that limit as large tensors come and go, and keeps their room in one arena per thread: some 60 MB
     of activations that nobody uses. Smaller ones, all of a decode pass, stay in the heap. Elsewhere: nothing."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(M_ARENA_MAX, 1)
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
@@ -48,20 +50,34 @@ def lean_heap() -> None:
 def lean_code() -> None:
     """Unmap the pages of the libraries' code: what is still run comes back from the system's file cache at its next
     call. Importing torch maps some 65 MB of it, a first product brings 15 back. Only code that was never written to (no
-    anonymous pages), for the rest would be lost. Elsewhere than on Linux: nothing."""
-    maps = Path("/proc/self/smaps")
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is None or not maps.exists():
+    anonymous, dirty or swapped pages), for the rest would be lost. Elsewhere than on Linux, or where the system does
+    not say what is mapped: nothing, for a stage needs none of this."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+    if madvise is None:
         return
-    area: tuple[int, int] | None = None
-    for line in maps.read_text().splitlines():
+    with contextlib.suppress(OSError, ValueError):
+        for start, size in untouched_code(Path("/proc/self/smaps").read_bytes()):
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), MADV_DONTNEED)
+
+
+def untouched_code(smaps: bytes) -> list[tuple[int, int]]:
+    """(start, size) of the areas of `smaps` (proc(5)) that are a file's code and hold nothing but what the file says.
+    Bytes, for a path may be in any encoding."""
+    areas: list[tuple[int, int]] = []
+    area, unproven = (0, 0), set[bytes]()  # of `CLEAN`, what this area has not said yet
+    for line in smaps.splitlines():
         words = line.split()
-        if not words[0].endswith(":"):  # "7f00-7f20 r-xp 00000000 08:01 1234 /usr/lib/libc.so.6"
-            code = words[1] == "r-xp" and words[-1].startswith("/")
-            start, end = (int(edge, 16) for edge in words[0].split("-"))
-            area = (start, end - start) if code else None
-        elif area and words[0] == "Anonymous:" and words[1] == "0":
-            madvise(ctypes.c_void_p(area[0]), ctypes.c_size_t(area[1]), MADV_DONTNEED)
+        if not words:
+            continue
+        if not words[0].endswith(b":"):  # "7f00-7f20 r-xp 00000000 08:01 1234 /usr/lib/libc.so.6"
+            code = len(words) > 5 and words[1] == b"r-xp" and words[5].startswith(b"/")
+            start, end = (int(edge, 16) for edge in words[0].split(b"-"))
+            area, unproven = (start, end - start), set(CLEAN) if code else set()
+        elif words[0] in unproven and words[1] == b"0":
+            unproven.remove(words[0])
+            if not unproven:
+                areas.append(area)
+    return areas
 
 
 def run_node(config: dict[str, Any]) -> int:
