@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from refimpl.engine import TorchEngine
+from refimpl.identity import Identity
 from refimpl.model.sampler import Sampling
 from refimpl.model.weights import load_decoder
 from refimpl.pipeline.__main__ import arguments_of, main, node_file, prepared
@@ -54,6 +55,8 @@ def test_processes_answer_as_one_does(truth, more):
     with started(entries, without_stops(configs)) as children:
         assert children[0].read() == {"up": 1}
         assert children[0].read()["answers"] == answers
+        keys = {child.public_key for child in children}
+        assert len(keys) == 3 and not keys & {Identity.from_seed(0, child.entry.name).public_key for child in children}
 
 
 @pytest.mark.slow

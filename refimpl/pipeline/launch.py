@@ -113,6 +113,7 @@ class Child:
     entry: NodeEntry
     process: subprocess.Popen[str]
     url: str = ""
+    public_key: str = ""  # of the identity that it made when it started
     lines: list[str] = field(default_factory=list)
 
     def read(self) -> dict[str, Any]:
@@ -171,11 +172,13 @@ def started(entries: Sequence[NodeEntry], configs: Sequence[dict[str, Any]]) -> 
             with contextlib.suppress(LaunchError):  # it has ended: reading says so
                 child.say(config)
         for child in children:
-            child.url = child.read()["url"]
+            said = child.read()
+            child.url, child.public_key = said["url"], said.get("public_key", "")
+        keys = {child.entry.name: child.public_key for child in children}
         book = {child.entry.name: child.url for child in children}
         one_machine = not any(entry.command for entry in entries)
         for child in children:
-            child.say({"book": book} | ({"started_s": time.monotonic()} if one_machine else {}))
+            child.say({"book": book, "keys": keys} | ({"started_s": time.monotonic()} if one_machine else {}))
         yield children
     finally:
         for child in children:

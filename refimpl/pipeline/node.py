@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,14 @@ def run_node(config: dict[str, Any]) -> int:
         latency_ms=node["latency_ms"], uplink_mbit_s=node["uplink_mbit_s"], downlink_mbit_s=node["downlink_mbit_s"]
     )
 
+    identity, keys = Identity.generate(), dict[str, str]()
+
     async def part(world: World, stop: Signal) -> None:
-        identity = Identity.from_seed(config["run_seed"], world.name)
         parts = torch_parts(config["model"], dtype=config["dtype"])
         memory_bytes = int(node["memory_gb"] * 1e9)
         stage = Stage(world, StageConfig(memory_bytes=memory_bytes), identity, parts)
         if world.name == config["names"][0]:
-            await run_head(world, stage, config, stop)
+            await run_head(world, stage, config, keys, stop)
         else:
             stage.serve()
             world.spawn(stage.run(), "stage")
@@ -113,17 +115,19 @@ def run_node(config: dict[str, Any]) -> int:
         line=line,
         host=node["host"],
         latency_ms_max=config["latency_ms_max"],
+        words={"public_key": identity.public_key},
+        keys=keys,
     )
 
 
-async def run_head(world: World, stage: Stage, config: dict[str, Any], stop: Signal) -> None:
+async def run_head(world: World, stage: Stage, config: dict[str, Any], keys: Mapping[str, str], stop: Signal) -> None:
     """The head: form the ring, answer the requests of the configuration, say them, and serve until told to stop."""
     ring = {
         **config["ring"],
         "cuts": tuple(config["ring"]["cuts"]),
         "stop_tokens": frozenset(config["ring"]["stop_tokens"]),
     }
-    nodes = {name: Identity.from_seed(config["run_seed"], name).public_key for name in config["names"]}
+    nodes = {name: keys[name] for name in config["names"]}
     head = Head(world, RingConfig(**ring), stage, nodes, RequestLog(config["record"]))
     head.serve()
     world.spawn(head.run(), "head")

@@ -1,8 +1,9 @@
 """One node as a process of its own, under a parent that starts and stops it over its standard streams.
 
-    child -> parent   {"url": "http://127.0.0.1:40123"}          it listens
+    child -> parent   {"url": "http://127.0.0.1:40123"}          it listens; beside it, what `words` says
     parent -> child   {"book": {name: url}, "started_s": 12.5}   the run begins, at this reading of the monotonic clock
                       with "tell": true, the child says {"begun": true} as soon as it serves, {"done": true} when done
+                      with "keys": {name: public key}, these are the nodes' own
     parent -> child   {"slowness": 3.0, "skew_s": 0.0}           so slow is the device, so far ahead the clock, from now
     parent -> child   {"book": {name: url}}                      so is this node reached from now: it was started again
     parent -> child   (end of input)                             stop; also what a child sees when its parent dies
@@ -20,7 +21,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from refimpl.world import Signal, TaskFailed
@@ -32,21 +33,41 @@ Main = Callable[[HttpWorld, Signal], Coroutine[Any, Any, None]]
 
 
 def run_process(
-    name: str, main: Main, *, run_seed: int, line: Line, host: str = "127.0.0.1", latency_ms_max: float | None = None
+    name: str,
+    main: Main,
+    *,
+    run_seed: int,
+    line: Line,
+    host: str = "127.0.0.1",
+    latency_ms_max: float | None = None,
+    words: Mapping[str, str] | None = None,
+    keys: dict[str, str] | None = None,
 ) -> int:
     """Live as node `name` until its part is done or its parent says stop. Returns the exit code. `latency_ms_max`: of
-    all lines that the parent emulates; None: this node's own."""
-    return asyncio.run(_live(name, main, run_seed, line, host, latency_ms_max))
+    all lines that the parent emulates; None: this node's own. `words`: said beside the URL. `keys`: filled with what
+    the parent says of them before the part begins."""
+    return asyncio.run(
+        _live(name, main, run_seed, line, host, latency_ms_max, words or {}, {} if keys is None else keys)
+    )
 
 
-async def _live(name: str, main: Main, run_seed: int, line: Line, host: str, latency_ms_max: float | None) -> int:
+async def _live(
+    name: str,
+    main: Main,
+    run_seed: int,
+    line: Line,
+    host: str,
+    latency_ms_max: float | None,
+    words: Mapping[str, str],
+    keys: dict[str, str],
+) -> int:
     orders = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     supervisor, book = Supervisor(), {}  # type: tuple[Supervisor, dict[str, str]]
     world = HttpWorld(
         name, book=book, supervisor=supervisor, run_seed=run_seed, line=line, latency_ms_max=latency_ms_max
     )
-    print(json.dumps({"url": await world.start(host)}), flush=True)
+    print(json.dumps({"url": await world.start(host), **words}), flush=True)
     stop = world.signal()
     try:
         begin = await orders.readline()
@@ -54,6 +75,7 @@ async def _live(name: str, main: Main, run_seed: int, line: Line, host: str, lat
             return 0
         order = json.loads(begin)
         book.update(order["book"])
+        keys.update(order.get("keys", {}))
         world.start_clock(order.get("started_s", time.monotonic()))
 
         async def listen() -> None:
