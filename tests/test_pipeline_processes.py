@@ -123,34 +123,24 @@ def test_a_stage_gives_back_the_code_that_only_imports_ran():
     assert said.stdout == "True 5.0\n", said.stderr
 
 
-SMAPS = b"""7f00-7f20 r-xp 00000000 08:01 12 /usr/lib/caf\xe9.so
-Private_Dirty:         0 kB
-Anonymous:             0 kB
-Swap:                  0 kB
-VmFlags: rd ex mr mw me
-7f20-7f50 r-xp 00000000 08:01 13 /usr/lib/patched.so
-Private_Dirty:         4 kB
-Anonymous:             0 kB
-Swap:                  0 kB
-7f50-7f60 r-xp 00000000 08:01 14 /usr/lib/swapped.so
-Private_Dirty:         0 kB
-Anonymous:             0 kB
-Swap:                  8 kB
-7f60-7f70 r-xp 00000000 08:01 15 /usr/lib/written.so
-Private_Dirty:         0 kB
-Anonymous:             4 kB
-Swap:                  0 kB
-7f70-7f80 r-xp 00000000 08:01 16 /usr/lib/unsaid.so
-Private_Dirty:         0 kB
-7f80-7f90 r--p 00000000 08:01 17 /usr/lib/data.so
-Private_Dirty:         0 kB
-Anonymous:             0 kB
-Swap:                  0 kB
-7f90-7fa0 r-xp 00000000 00:00 0  [vdso]
-Private_Dirty:         0 kB
-Anonymous:             0 kB
-Swap:                  0 kB
-"""
+def area(edges: bytes, mode: bytes, path: bytes, *sizes_kb: int) -> bytes:
+    """An area of /proc/self/smaps and as much as it says of itself: dirty, anonymous, swapped."""
+    said = zip((b"Private_Dirty", b"Anonymous", b"Swap"), sizes_kb, strict=False)
+    return b"%s %s 00000000 08:01 12 %s\n" % (edges, mode, path) + b"".join(b"%s: %9d kB\n" % pair for pair in said)
+
+
+SMAPS = b"".join(
+    (
+        area(b"7f00-7f20", b"r-xp", b"/usr/lib/caf\xe9.so", 0, 0, 0),
+        b"VmFlags: rd ex mr mw me\n",
+        area(b"7f20-7f50", b"r-xp", b"/usr/lib/patched.so", 4, 0, 0),
+        area(b"7f50-7f60", b"r-xp", b"/usr/lib/swapped.so", 0, 0, 8),
+        area(b"7f60-7f70", b"r-xp", b"/usr/lib/written.so", 0, 4, 0),
+        area(b"7f70-7f80", b"r-xp", b"/usr/lib/unsaid.so", 0),
+        area(b"7f80-7f90", b"r--p", b"/usr/lib/data.so", 0, 0, 0),
+        area(b"7f90-7fa0", b"r-xp", b"[vdso]", 0, 0, 0),
+    )
+)
 
 
 def test_only_code_that_was_never_written_to_is_given_back():

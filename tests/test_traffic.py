@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refimpl.world import derive_rng
 from sim.carrier import PACKET_BYTES, FlowCarrier
 from sim.flows import FlowEngine
 from sim.link_faults import LinkFault
@@ -36,7 +35,7 @@ class Lines:
             self.network.add_node(name=name, uplink_mbit_s=8.0, downlink_mbit_s=8.0, region=region)
 
     def _carrier(self, kernel: Any) -> FlowCarrier:
-        self.carrier = FlowCarrier(kernel, self.network, derive_rng(1, "network"))
+        self.carrier = FlowCarrier(kernel, self.network, 1)
         return self.carrier
 
     def at(self, when_s: float, action: Any) -> None:

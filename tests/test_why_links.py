@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from refimpl.messages import Blob, Message, Ok, wire
-from refimpl.world import derive_rng
 from sim.carrier import FlowCarrier
 from sim.explain import FINISHED, why
 from sim.link_faults import Fault, LinkFault, Partition
@@ -36,9 +35,7 @@ class Swarm:
         self.network = Network(regions={("e", "e"): 0.0, ("e", "w"): 20.0, ("w", "w"): 0.0}, borders=True)
         self.network.add_site("campus", uplink_mbit_s=campus_mbit_s, downlink_mbit_s=campus_mbit_s)
         self.network.add_trunk("e", out_mbit_s=trunk_mbit_s, in_mbit_s=trunk_mbit_s)
-        self.fabric = SimFabric(
-            run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, self.network, derive_rng(1, "network"))
-        )
+        self.fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, self.network, 1))
         self.watch = self.fabric.watch = Watch()
         for name, region, sites in (("a", "e", ["campus"]), ("b", "e", ["campus"]), ("c", "w", []), ("d", "w", [])):
             node = self.fabric.node(name)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from refimpl.messages import Message, encode, name_of, wire
-from refimpl.world import Timeout, Unreachable, derive_rng
+from refimpl.world import Timeout, Unreachable
 from refimpl.worlds.asyncio_node import Supervisor
 from refimpl.worlds.http import HttpWorld
 from refimpl.worlds.links import Links
@@ -291,7 +291,7 @@ def test_the_name_of_a_message_is_read_without_decoding_it() -> None:
 def test_the_simulator_lets_packets_share_a_slow_line_as_real_ones_do() -> None:
     """Found by comparing: the first of several packets sent at once must not have a slow line for itself."""
     network = Network()
-    fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(1, "network")))
+    fabric = SimFabric(run_seed=1, carrier=lambda kernel: FlowCarrier(kernel, network, 1))
     for name, uplink_mbit_s in (("a", 0.02), ("b", 100.0)):
         fabric.node(name).serve({Postcard: echo})
         network.add_node(name=name, uplink_mbit_s=uplink_mbit_s, downlink_mbit_s=100.0)

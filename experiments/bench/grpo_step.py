@@ -40,12 +40,13 @@ from experiments.bench.grpo_whole import (
     ANSWER,
     CLIP_NORM,
     GROUP,
-    LEARNING_RATE,
     PROMPT,
     Clock,
     Step,
+    learner_of,
     ours_whole,
     train_trl_whole,
+    trl_settings,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,9 +72,7 @@ def make_batch(path: Path, count: int, vocabulary: int, ragged: bool, seed: int)
 
 
 def ours(model: Path, batch: dict[str, np.ndarray]) -> Step:
-    from refimpl.grpo.loss import LossConfig
     from refimpl.grpo.packing import TrainSample
-    from refimpl.grpo.step import Learner, Policy, StepConfig
     from refimpl.model.weights import load_decoder
 
     samples = [
@@ -85,12 +84,7 @@ def ours(model: Path, batch: dict[str, np.ndarray]) -> Step:
         )
         for i, length in enumerate(batch["length"])
     ]
-    decoder = load_decoder(model, dtype=torch.float32, device="cpu")
-    config = StepConfig(
-        loss=LossConfig(delta=4.0), learning_rate=LEARNING_RATE, warm_up_steps=0, weight_decay=0.0, clip_norm=CLIP_NORM
-    )
-    learner = Learner(Policy(decoder), config)
-    learner.policy.train()
+    learner = learner_of(load_decoder(model, dtype=torch.float32, device="cpu"))
 
     def step() -> tuple[float, float]:
         report = learner.step(samples)
@@ -115,22 +109,7 @@ def trls(model: Path, batch: dict[str, np.ndarray], checkpointing: bool) -> Step
     )  # fmt: skip
     count = len(batch["length"])
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            per_device_train_batch_size=count,
-            num_generations=count,
-            max_completion_length=ANSWER,
-            delta=4.0,
-            beta=0.0,
-            epsilon=0.2,
-            loss_type="dapo",
-            learning_rate=LEARNING_RATE,
-            weight_decay=0.0,
-            gradient_checkpointing=checkpointing,
-        )
+        config = GRPOConfig(**trl_settings(folder, count, checkpointing), num_generations=count)
         trainer = GRPOTrainer(
             model=network,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),

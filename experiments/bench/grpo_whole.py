@@ -32,12 +32,23 @@ class Clock:
         print("REPLY " + json.dumps(reply | {"loss": loss, "norm": norm}), flush=True)
 
 
+def learner_of(decoder: Any) -> Any:
+    """Our trainer, with the settings that TRL's gets."""
+    from refimpl.grpo.loss import LossConfig
+    from refimpl.grpo.step import Learner, Policy, StepConfig
+
+    config = StepConfig(
+        loss=LossConfig(delta=4.0), learning_rate=LEARNING_RATE, warm_up_steps=0, weight_decay=0.0, clip_norm=CLIP_NORM
+    )
+    learner = Learner(Policy(decoder), config)
+    learner.policy.train()
+    return learner
+
+
 def ours_whole(model: Path, batch: dict[str, np.ndarray], proven: bool) -> Step:
     from refimpl.engine import ProofSettings, TorchEngine
     from refimpl.grpo.advantage import batch_advantages
-    from refimpl.grpo.loss import LossConfig
     from refimpl.grpo.packing import TrainSample
-    from refimpl.grpo.step import Learner, Policy, StepConfig
     from refimpl.model.sampler import Sampling
     from refimpl.model.weights import load_decoder
 
@@ -45,11 +56,7 @@ def ours_whole(model: Path, batch: dict[str, np.ndarray], proven: bool) -> Step:
     words = word_tokenizer(decoder.config.vocabulary)
     count = len(batch["prompt"])
     engine = TorchEngine(decoder, name="ours", proof=ProofSettings() if proven else None, batch_max=count)
-    config = StepConfig(
-        loss=LossConfig(delta=4.0), learning_rate=LEARNING_RATE, warm_up_steps=0, weight_decay=0.0, clip_norm=CLIP_NORM
-    )
-    learner = Learner(Policy(decoder), config)
-    learner.policy.train()
+    learner = learner_of(decoder)
     prompts, groups = batch["prompt"].tolist(), (np.arange(count) // GROUP).tolist()
     seeds = iter(range(1 << 40))
 
@@ -93,6 +100,25 @@ def reward_of(text: str) -> float:
     return float(text.count("7 "))
 
 
+def trl_settings(folder: str, count: int, checkpointing: bool) -> dict[str, Any]:
+    """Of TRL's trainer, whatever of it is timed."""
+    return {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "per_device_train_batch_size": count,
+        "max_completion_length": ANSWER,
+        "delta": 4.0,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": 0.0,
+        "gradient_checkpointing": checkpointing,
+    }
+
+
 def train_trl_whole(model: Path, batch: dict[str, np.ndarray], checkpointing: bool) -> None:
     """Its training loop; each step waits for a line on stdin and is answered when it ends."""
     from datasets import Dataset
@@ -122,23 +148,11 @@ def train_trl_whole(model: Path, batch: dict[str, np.ndarray], checkpointing: bo
             model=network,
             reward_funcs=lambda completions, **_: [reward_of(text) for text in completions],
             args=GRPOConfig(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=False,
-                report_to=[],
-                per_device_train_batch_size=len(prompts),
+                **trl_settings(folder, len(prompts), checkpointing),
                 num_generations=GROUP,
-                max_completion_length=ANSWER,
                 generation_kwargs={"min_new_tokens": ANSWER},
-                delta=4.0,
-                beta=0.0,
-                epsilon=0.2,
-                loss_type="dapo",
-                learning_rate=LEARNING_RATE,
                 lr_scheduler_type="constant",
                 max_grad_norm=CLIP_NORM,
-                weight_decay=0.0,
-                gradient_checkpointing=checkpointing,
                 max_steps=10_000,
                 logging_strategy="no",
                 save_strategy="no",

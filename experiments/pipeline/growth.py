@@ -22,7 +22,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from experiments.pipeline.speed import Ring, random_prompts
+from experiments.pipeline.speed import Ring, markdown, random_prompts
 from refimpl.model.config import ModelConfig
 
 STAGES, BATCHES, LENGTHS = (1, 2, 3, 4, 5), (1, 4, 16, 64), (64, 256, 1024)
@@ -92,12 +92,7 @@ def main() -> None:
     ]
     file = Path(__file__)
     file.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-    keys = list(rows[0])
-    lines = [f"| {' | '.join(keys)} |", "|" + "---|" * len(keys)]
-    lines += [
-        f"| {' | '.join(f'{row[k]:.4g}' if isinstance(row[k], float) else str(row[k]) for k in keys)} |" for row in rows
-    ]
-    file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    file.with_suffix(".md").write_text("\n".join(markdown(rows)) + "\n")
     draw(rows, file.with_suffix(".png"))
 
 

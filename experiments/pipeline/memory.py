@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.pipeline.speed import markdown
 from refimpl.model.config import ModelConfig
 from refimpl.model.weights import random_decoder, save_checkpoint
 from refimpl.pipeline.__main__ import arguments_of, node_file, prepared
@@ -135,12 +136,7 @@ def main() -> None:
             rows[at : at + sum(same)] = found
             print(json.dumps(found), flush=True)
             file.write_text(json.dumps(rows, indent=1) + "\n")
-    keys = list(rows[0])
-    lines = [f"| {' | '.join(keys)} |", "|" + "---|" * len(keys)]
-    lines += [
-        f"| {' | '.join(f'{row[k]:.4g}' if isinstance(row[k], float) else str(row[k]) for k in keys)} |" for row in rows
-    ]
-    file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    file.with_suffix(".md").write_text("\n".join(markdown(rows)) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,18 +27,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.pipeline.speed import report_of
 from refimpl.identity import Identity
 from refimpl.model.config import ModelConfig
 from refimpl.model.weights import load_decoder
 from refimpl.pipeline.__main__ import arguments_of, node_file, prepared
 from refimpl.pipeline.compute import DTYPES, StageCompute, torch_parts
 from refimpl.pipeline.head import Head
-from refimpl.pipeline.launch import started
 from refimpl.pipeline.ring import RingConfig
 from refimpl.pipeline.schedule import Pass, PassRow
 from refimpl.pipeline.stage import Stage, StageConfig
 from refimpl.work import Forward, Several, Work
-from refimpl.world import derive_rng
 from sim.carrier import FlowCarrier
 from sim.network import Network
 from sim.world import SimFabric, SimWorld
@@ -109,18 +108,14 @@ def real(case: Case, requests: list[dict[str, Any]]) -> dict[str, Any]:
     entries, configs = prepared(options, plan, [])
     for config in configs:
         config["requests"] = requests
-        config["ring"] |= {"stop_tokens": [], "overdue_s_min": 60.0}
-        config["node"]["threads"] = 1
-    with started(entries, configs) as children:
-        children[0].read()
-        return children[0].read()
+    return report_of(entries, configs, threads=1, overdue_s_min=60.0)
 
 
 # ----------------------------------------------------------------------------------------------------------- simulated
 def simulated(case: Case, requests: list[dict[str, Any]], costs: Costs) -> dict[str, Any]:
     """The same ring in virtual time."""
     network, config = Network(), ModelConfig.from_pretrained(MODEL)
-    fabric = SimFabric(run_seed=0, carrier=lambda kernel: FlowCarrier(kernel, network, derive_rng(0, "network")))
+    fabric = SimFabric(run_seed=0, carrier=lambda kernel: FlowCarrier(kernel, network, 0))
     names = [f"stage{at}" for at in range(case.stages)]
     identities = {name: Identity.from_seed(0, name) for name in names}
     stages = []

@@ -18,7 +18,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from refimpl.model.config import ModelConfig
 from refimpl.pipeline.__main__ import arguments_of, node_file, prepared
 from refimpl.pipeline.compute import torch_parts
 from refimpl.pipeline.head import Head
-from refimpl.pipeline.launch import started
+from refimpl.pipeline.launch import NodeEntry, started
 from refimpl.pipeline.messages import Hop, Taken, hop_of
 from refimpl.pipeline.ring import RingConfig
 from refimpl.pipeline.schedule import Pass, PassRow
@@ -142,8 +142,15 @@ def process_run(
     )
     vocabulary = ModelConfig.from_pretrained(given.model).vocabulary
     entries, configs = prepared(given, node_file(given), random_prompts(requests, 24, vocabulary))
+    return report_of(entries, configs, threads=threads, overdue_s_min=600.0)
+
+
+def report_of(
+    entries: Sequence[NodeEntry], configs: Sequence[dict[str, Any]], *, threads: int, overdue_s_min: float
+) -> dict[str, Any]:
+    """The head's report of what these processes were asked for; answers end by their length only."""
     for config in configs:
-        config["ring"] |= {"stop_tokens": [], "overdue_s_min": 600.0}
+        config["ring"] |= {"stop_tokens": [], "overdue_s_min": overdue_s_min}
         config["node"]["threads"] = threads
     with started(entries, configs) as children:
         children[0].read()
@@ -339,10 +346,16 @@ def main() -> None:
     for part in PARTS:
         rows = [row for row in old if row["part"] == part]
         if rows:
-            keys = [key for key in rows[0] if key != "part"]
-            lines += [f"## {part}", "", f"| {' | '.join(keys)} |", "|" + "---|" * len(keys)]
-            lines += [f"| {' | '.join(_cell(row[key]) for key in keys)} |" for row in rows] + [""]
+            shown = [{key: value for key, value in row.items() if key != "part"} for row in rows]
+            lines += [f"## {part}", "", *markdown(shown), ""]
     file.with_suffix(".md").write_text("\n".join(lines))
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of a table of these rows, which have the same keys."""
+    keys = list(rows[0])
+    head = [f"| {' | '.join(keys)} |", "|" + "---|" * len(keys)]
+    return head + [f"| {' | '.join(_cell(row[key]) for key in keys)} |" for row in rows]
 
 
 def _cell(value: Any) -> str:

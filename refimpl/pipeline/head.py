@@ -213,9 +213,8 @@ class Head:
         if len({len(message.ids), len(message.prompts), len(message.max_new_tokens), len(message.seeds)}) != 1:
             raise Refused("ids, prompts, max_new_tokens and seeds must be equally many")
         for request_id, prompt in zip(message.ids, message.prompts, strict=True):
-            if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-                found = f"{prompt.dtype} {prompt.shape}"
-                raise Refused(f"prompt of request {request_id!r} is {found}, expected one row of whole numbers")
+            if fault := _no_row(prompt):
+                raise Refused(f"prompt of request {request_id!r} is {fault}")
         prompts = [prompt.tolist() for prompt in message.prompts]
         try:
             kept = await self.complete(message.ids, prompts, message.max_new_tokens, message.seeds)
@@ -238,8 +237,8 @@ class Head:
     def _malformed(self, drawn: Drawn) -> str:
         """What is wrong with tokens that came round, whatever pass they are of; empty if nothing is."""
         tokens, logprobs = drawn.tokens, drawn.logprobs
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            return f"tokens are {tokens.dtype} {tokens.shape}, expected one row of whole numbers"
+        if fault := _no_row(tokens):
+            return f"tokens are {fault}"
         if logprobs.shape != tokens.shape or logprobs.dtype.kind != "f" or not np.isfinite(logprobs).all():
             return f"log-probabilities are {logprobs.dtype} {logprobs.shape}, expected {len(tokens)} finite numbers"
         return self._foreign(tokens.tolist())
@@ -356,3 +355,10 @@ def _is_prefill(made: Pass) -> bool:
 
 def _list(values: np.ndarray | None) -> list[Any]:
     return [] if values is None else values.tolist()
+
+
+def _no_row(tokens: np.ndarray) -> str:
+    """Why this is no row of token ids, whatever their values; empty if it is one."""
+    if tokens.ndim == 1 and tokens.dtype.kind in "iu":
+        return ""
+    return f"{tokens.dtype} {tokens.shape}, expected one row of whole numbers"

@@ -143,8 +143,8 @@ class Stage:
         for field, value in mine.items():
             if theirs[field] != value:
                 raise Refused(f"{field}: the plan says {theirs[field]}, stage {self.world.name!r} has {value}")
-        need_bytes = self.parts.bytes_min(plan, member)
-        if fault := plan.faults() or no_room(plan, member, need_bytes, self.config.memory_bytes):
+        room_bytes = self.config.memory_bytes
+        if fault := plan.faults() or no_room(plan, member, self.parts.bytes_min(plan, member), room_bytes):
             raise Refused(fault)
         if self.formation is not None and not self.formation.halted:
             self.formation.halted = f"epoch {plan.epoch} is being formed"  # no pass of the old one on emptied caches

@@ -58,6 +58,10 @@ class Pacer:
         """What one message sends before it is another's turn."""
         return int(min(PACE_BYTES, max(PACKET_BYTES, (self.bytes_per_s or inf) * PACE_S)))
 
+    def reserve_next(self, count: int, passed_s: float, now_s: float) -> float:
+        """The same for the piece that follows one which passed, or should have, at `passed_s`."""
+        return self.reserve(count, max(passed_s, now_s - CATCH_UP_S))
+
     def reserve(self, count: int, not_before_s: float) -> float:
         """The instant at which `count` bytes have passed, when they may not start before `not_before_s`."""
         if self.bytes_per_s is None:

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from refimpl.messages import FRAME_BYTES_MAX, PREFIX, BadMessage, Message, decode, encode, encode_parts, frame_length
 from refimpl.world import Refused, TaskFailure, Timeout, Unreachable
-from refimpl.worlds.asyncio_node import CATCH_UP_S, AsyncioNode, Line, Supervisor, device_thread
+from refimpl.worlds.asyncio_node import AsyncioNode, Line, Supervisor, device_thread
 from refimpl.worlds.fine_timer import FineTimer
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ class HttpWorld(AsyncioNode):
         step = self.uplink.piece_bytes
         for at in range(0, len(view), step):
             piece = view[at : at + step]
-            passed_s = self.uplink.reserve(len(piece), max(passed_s, self.elapsed_s() - CATCH_UP_S))
+            passed_s = self.uplink.reserve_next(len(piece), passed_s, self.elapsed_s())
             await self.sleep_until(passed_s)
             yield bytes(piece)
 
@@ -224,7 +224,7 @@ class HttpWorld(AsyncioNode):
                 if not piece:
                     raise BadMessage(f"frame ends after {len(frame)} of {total} bytes")
                 frame += piece
-                passed_s = self.downlink.reserve(len(piece), max(passed_s, self.elapsed_s() - CATCH_UP_S))
+                passed_s = self.downlink.reserve_next(len(piece), passed_s, self.elapsed_s())
                 await self.sleep_until(passed_s)
             async with asyncio.timeout(READ_IDLE_S):
                 if await stream.read(1):
@@ -266,8 +266,9 @@ class HttpFabric:
             line=line,
             frame_bytes_max=self._frame_bytes_max,
         )
+        slowest_ms = max(node.line.latency_ms for node in self.nodes.values())
         for node in self.nodes.values():  # all lines are of one emulation
-            node.latency_ms_max = max(other.line.latency_ms for other in self.nodes.values())
+            node.latency_ms_max = slowest_ms
         return self.nodes[name]
 
     def kill(self, name: str) -> None:

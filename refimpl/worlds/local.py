@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from refimpl.messages import BadMessage, Message, decode, encode
 from refimpl.world import Refused, TaskFailure, Timeout, Unreachable
-from refimpl.worlds.asyncio_node import CATCH_UP_S, AsyncioNode, Line, Supervisor, device_thread
+from refimpl.worlds.asyncio_node import AsyncioNode, Line, Supervisor, device_thread
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class LocalFabric:
             left, step = size_bytes, min(source.uplink.piece_bytes, target.downlink.piece_bytes)
             while left > 0:
                 piece = min(left, step)
-                sent_s = source.uplink.reserve(piece, max(sent_s, source.elapsed_s() - CATCH_UP_S))
+                sent_s = source.uplink.reserve_next(piece, sent_s, source.elapsed_s())
                 arrived_s = target.downlink.reserve(piece, sent_s + latency_s)
                 left -= piece
                 await source.sleep_until(sent_s)

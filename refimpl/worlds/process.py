@@ -22,6 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from refimpl.world import Signal, TaskFailed
@@ -46,27 +47,17 @@ def run_process(
     """Live as node `name` until its part is done or its parent says stop. Returns the exit code. `latency_ms_max`: of
     all lines that the parent emulates; None: this node's own. `words`: said beside the URL. `keys`: filled with what
     the parent says of them before the part begins."""
-    return asyncio.run(
-        _live(name, main, run_seed, line, host, latency_ms_max, words or {}, {} if keys is None else keys)
-    )
+    make = partial(HttpWorld, name, run_seed=run_seed, line=line, latency_ms_max=latency_ms_max)
+    return asyncio.run(_live(make, main, host, words or {}, {} if keys is None else keys))
 
 
 async def _live(
-    name: str,
-    main: Main,
-    run_seed: int,
-    line: Line,
-    host: str,
-    latency_ms_max: float | None,
-    words: Mapping[str, str],
-    keys: dict[str, str],
+    make: Callable[..., HttpWorld], main: Main, host: str, words: Mapping[str, str], keys: dict[str, str]
 ) -> int:
     orders = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
     supervisor, book = Supervisor(), {}  # type: tuple[Supervisor, dict[str, str]]
-    world = HttpWorld(
-        name, book=book, supervisor=supervisor, run_seed=run_seed, line=line, latency_ms_max=latency_ms_max
-    )
+    world = make(book=book, supervisor=supervisor)
     print(json.dumps({"url": await world.start(host), **words}), flush=True)
     stop = world.signal()
     try:
