@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"limits from {', '.join(chosen)}: " + ", ".join(f"{k} {v:.4g}" for k, v in limits.items()))
     cells: dict[str, Cell] = {}
     for behaviour in [RECOMPUTED, *HONEST, *ATTACKS]:
-        count = setting.sequences if behaviour in ATTACKS else setting.honest_sequences
+        count = setting.count(behaviour)
         if options.only and behaviour not in (*options.only, "honest"):
             continue
         kept = cell_path(bench, behaviour, count, limits)

@@ -54,6 +54,14 @@ class Setting:
     sequences: int  # a cell
     honest_sequences: int  # in each honest cell
     calibration_sequences: int  # in each honest cell, apart from those judged
+    claims: tuple[str, ...] = ()  # attacks of which a rate is claimed, so that their cells need more
+    claim_sequences: int = 0
+
+    def count(self, behaviour: str) -> int:
+        """Sequences of this behaviour's cell."""
+        if behaviour in self.claims:
+            return self.claim_sequences
+        return self.sequences if behaviour in ATTACKS else self.honest_sequences
 
     def agreement(self) -> Agreement:
         return Agreement(
@@ -86,10 +94,20 @@ SETTINGS: dict[str, Setting] = {
         tokens_max=128,
         temperature=0.8,
         top_p=0.95,
-        batch=32,
-        sequences=32,
-        honest_sequences=32,
-        calibration_sequences=32,
+        batch=64,
+        sequences=64,
+        honest_sequences=128,
+        calibration_sequences=64,
+        claims=(
+            "weights-4bit",
+            "layers-skipped",
+            "other-checkpoint",
+            "prompt-altered",
+            "wrong-seed",
+            "greedy",
+            "cheap-tokens",
+        ),
+        claim_sequences=192,
     ),
 }
 

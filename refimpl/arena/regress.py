@@ -67,8 +67,7 @@ def measure(part: Part, limits: Mapping[str, float], made: Path | None = None) -
             list(bench.batches(RECOMPUTED, part.sequences))
         cells: dict[str, Cell] = {}
         for name in part.behaviours:
-            count = setting.honest_sequences if name in HONEST else setting.sequences
-            kept = load(cell_path(bench, name, count, limits)) if made else None
+            kept = load(cell_path(bench, name, setting.count(name), limits)) if made else None
             cells[name] = kept.first(part.sequences) if kept else judge(bench, name, part.sequences, limits)
     names = [*VERIFIERS, *POLICIES]
     return {b: {n: [(rate := cell.rate(n)).hits, rate.trials] for n in names} for b, cell in cells.items()}
