@@ -25,10 +25,9 @@ SMALL_TRAINING = {
     "checkpoint_gb": 16.0,
 }  # fmt: skip
 CUT: dict[str, dict[str, Any]] = {
-    "adversarial": {"count": ONE_EACH, "task": {"batch": 1, "assignments": 1}},
+    "adversarial": {"count": ONE_EACH, "task": {"batch": 1}},
     "adversarial-tiny": {},
     "broadcast": {"count": 10, "broadcast": {"size_gb": 0.62, "shard_mb": 5.0}},
-    "catalogue": {"count": ONE_EACH, "task": {"batch": 1}},
     "catalogue-tiny": {"count": ONE_EACH, "task": {"batch": 1}},
     "churn": {"duration_s": 16_000.0, "count": 5},
     "continents": {"count": 2},
@@ -36,6 +35,7 @@ CUT: dict[str, dict[str, Any]] = {
     "intellect2-long": {"count": ONE_EACH, "training": SMALL_TRAINING},
     "pipeline": {"pipeline": {"rounds": 1}},
     "stress-10k": {"duration_s": 3600.0, "count": 100},
+    "toploc-alone": {"count": ONE_EACH, "task": {"batch": 1, "assignments": 1}},
     "two-worlds": {},
 }
 SCRIPT = """
