@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from refimpl.tasks.problem import Split, final_answer
 
 ANSWER_CHARACTERS_MAX = 4096
+NUMBER = re.compile(r"-?[0-9][0-9,./]*")
+WHOLE = re.compile(r"-?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)")
 
 
 def held_out(a: int, b: int) -> bool:
@@ -59,16 +62,11 @@ def exactly(reference: Any, answer: str) -> tuple[float, str]:
 
 
 def last_number(reference: Any, answer: str) -> tuple[float, str]:
-    """The last whole number of the answer, commas between thousands aside, is the reference."""
-    text = final_answer(answer)[-ANSWER_CHARACTERS_MAX:].replace(",", "")
-    end = len(text)
-    while end and text[end - 1] not in "0123456789":
-        end -= 1
-    start = end
-    while start and text[start - 1] in "0123456789":
-        start -= 1
-    digits = text[start:end]
-    if not digits:
+    """The last number of the answer is whole and is the reference: 1,046 is 1046, while 4.5, 1/5 and 2,5 are no 5."""
+    numbers = NUMBER.findall(final_answer(answer)[-ANSWER_CHARACTERS_MAX:])
+    if not numbers:
         return 0.0, "no number"
-    signed = "-" + digits if start and text[start - 1] == "-" else digits
-    return (1.0, "") if signed == reference else (0.0, "another number")
+    last = numbers[-1].rstrip(",./")  # of the sentence, not of the number
+    if not WHOLE.fullmatch(last):
+        return 0.0, "no whole number"
+    return (1.0, "") if last.replace(",", "") == reference else (0.0, "another number")

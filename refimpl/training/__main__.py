@@ -46,6 +46,9 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=default.group, help="answers to each problem")
     parser.add_argument("--units", type=int, default=default.units_per_step, help="per version")
     parser.add_argument("--tokens", type=int, default=default.new_tokens_max, help="longest answer")
+    parser.add_argument(
+        "--deadline-s", type=float, default=default.deadline_s, help="after which a slot is given to another worker"
+    )
     parser.add_argument("--filter", action="store_true", help="train only answers that carry a signal")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="one way, added to every message of a node")
     parser.add_argument("--mbit-s", type=float, help="up and down, of every node; default: unshaped")
@@ -73,6 +76,7 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         group=options.group,
         units_per_step=options.units,
         new_tokens_max=options.tokens,
+        deadline_s=options.deadline_s,
         online_filter=options.filter,
     )
 

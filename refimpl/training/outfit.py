@@ -71,8 +71,8 @@ class Outfit(Protocol):
 class RealOutfit:
     """`score`: None: by locked-down processes."""
 
-    def __init__(self, *, score: Score | None = None, shard_bytes: int = 256 << 10) -> None:
-        self.score, self.shard_bytes = score, shard_bytes
+    def __init__(self, *, score: Score | None = None) -> None:
+        self.score = score
         self.serving = ServingConfig()
 
     @contextmanager
@@ -113,7 +113,7 @@ class RealOutfit:
         return store, store.found(verify, origin_key)
 
     def cut(self, version: int, folder: Path) -> tuple[Layout, Any]:
-        return cut_folder(version, folder, self.shard_bytes)
+        return cut_folder(version, folder)
 
     def checkpoint_of(self, plan: TrainPlan, store: Store, manifest: Manifest) -> int:
         return mark_of(store, manifest, run_id=plan.run_id)

@@ -27,6 +27,7 @@ from refimpl.shardcast.shelf import Store
 from refimpl.world import Signal, World
 
 MARK_BYTES_MAX = 4096
+SHARD_BYTES_MIN, SHARDS = 256 << 10, 64
 Tensors = dict[str, torch.Tensor]
 
 
@@ -124,10 +125,11 @@ class Arrivals:
         arrived.set()
 
 
-def cut_folder(version: int, folder: Path, shard_bytes: int) -> tuple[Layout, list[Path]]:
-    """A checkpoint folder as the two files of a version."""
+def cut_folder(version: int, folder: Path) -> tuple[Layout, list[Path]]:
+    """A checkpoint folder as the two files of a version, in some `SHARDS` shards, fewer where they would be small."""
     files = [folder / MARK, folder / WEIGHTS]
     sizes = tuple(file.stat().st_size for file in files)
+    shard_bytes = max(SHARD_BYTES_MIN, sum(sizes) // SHARDS)
     return Layout(names=(MARK, WEIGHTS), sizes_bytes=sizes, shard_bytes=shard_bytes), files
 
 
