@@ -24,7 +24,7 @@ from refimpl.arena.noise import atlas, tensor_parallel
 from refimpl.arena.plugin import Arena
 from refimpl.arena.regress import BASELINE, SUITE, Part, accept, differences, regress
 from refimpl.arena.report import markdown, results, saved_share
-from refimpl.arena.stats import interval, limit_for, roc, tokens_to_detect, upper_bound
+from refimpl.arena.stats import interval, limit_for, roc, separation, upper_bound
 from refimpl.arena.verifier import Case, Finding, Verifier
 from refimpl.arena.verifiers import POLICIES, VERIFIERS, toploc
 from refimpl.attacks.catalogue import ATTACKS
@@ -81,8 +81,21 @@ def test_tokens_needed_follow_the_formula_for_independent_values() -> None:
     honest = [rng.normal(0.0, 1.0, 400) for _ in range(400)]
     cheats = [rng.normal(0.3, 1.0, 400) for _ in range(400)]
     expected = (2 * scipy_stats.norm.ppf(0.99) / 0.3) ** 2
-    assert tokens_to_detect(honest, cheats) == pytest.approx(expected, rel=0.15)
-    assert tokens_to_detect(honest, honest) == math.inf
+    apart = separation(honest, cheats)
+    assert apart is not None and apart.tokens() == pytest.approx(expected, rel=0.15)
+    assert apart.power(apart.tokens()) == pytest.approx(0.99, abs=0.003)
+    same = separation(honest, honest)
+    assert same is not None and same.tokens() == math.inf and same.power(1000) == pytest.approx(0.01)
+
+
+def test_tokens_needed_are_never_fewer_than_a_piece() -> None:
+    """Eight neighbours are looked at together, or one chunk of 32: nothing is known of fewer."""
+    rng = np.random.default_rng(2)
+    honest, cheats = ([rng.normal(mean, 0.1, 40) for _ in range(9)] for mean in (0.0, 5.0))
+    by_token, by_chunk = separation(honest, cheats), separation(honest, cheats, tokens_per_value=32)
+    assert by_token is not None and by_chunk is not None
+    assert by_token.tokens() == 8 and by_chunk.tokens() == 32
+    assert separation([np.ones(3)], cheats) is None
 
 
 def test_the_area_under_a_roc_is_the_chance_to_rank_right() -> None:
@@ -97,7 +110,9 @@ def test_every_line_of_the_catalogue_names_verifiers_that_exist_and_says_what_it
     for name, attack in ATTACKS.items():
         assert attack.says and attack.saves, name
         assert attack.caught_by and set(attack.caught_by) <= set(VERIFIERS), name
-    assert all(set(members) <= set(VERIFIERS) for members in POLICIES.values())
+    assert all(set(policy.members) <= set(VERIFIERS) for policy in POLICIES.values())
+    assert POLICIES["default"].false_positive_budget == pytest.approx(5e-4)
+    assert POLICIES["published"].false_positive_budget is None, "its thresholds were not set by noise"
 
 
 def test_a_verifier_is_one_function(bench: Bench) -> None:
@@ -187,6 +202,30 @@ def test_an_adaptive_cheat_is_counted_where_it_cheats(bench: Bench, limits: dict
     assert cell.rate("default").trials == sum(cell.cheated) == COUNT // 4
 
 
+def test_an_answer_that_came_out_honest_is_no_cheat(bench: Bench) -> None:
+    honest = {s.index: s for batch in bench.batches("honest", COUNT) for s in batch.sent}
+    for name in ("best-of-4", "cut-early", "padded", "in-the-tail"):
+        sent = [s for batch in bench.batches(name, COUNT) for s in batch.sent]
+        for one in sent:
+            equal = np.array_equal(one.tokens, honest[one.index].tokens)
+            if name == "in-the-tail":
+                assert one.cheated == (len(one.tokens) > 0.75 * SMALL.tokens_max), "it is honest before the tail"
+            else:
+                assert one.cheated == (not equal), (name, one.index)
+        assert any(one.cheated for one in sent), name
+
+
+def test_each_kind_of_honest_worker_has_prompts_of_its_own(bench: Bench) -> None:
+    kinds = [{s.index for b in bench.batches(name, COUNT) for s in b.sent} for name in ("honest", "honest-fp32")]
+    assert kinds[0] == set(range(COUNT)) and not kinds[0] & kinds[1]
+
+
+def test_sequences_of_changed_code_are_made_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.made("honest", COUNT)
+    monkeypatch.setattr("refimpl.arena.bench.code_of", lambda behaviour: "changed")
+    assert not bench.made("honest", COUNT)
+
+
 def test_what_was_made_is_made_once(bench: Bench) -> None:
     before = {path: path.stat().st_mtime_ns for path in bench.folder.rglob("*.pt")}
     again = Bench(SMALL, bench.folder.parent)
@@ -243,10 +282,27 @@ def test_only_a_change_for_the_worse_is_a_regression() -> None:
     assert list(differences(before, better)) == []
     (fell,) = differences(before, rates(honest={"v": [0, 100]}, greedy={"v": [60, 100], "w": [50, 100]}))
     assert fell.startswith("greedy before v: detection fell from 90 of 100") and "p = " in fell
-    (rose,) = differences(before, rates(honest={"v": [12, 100]}, greedy={"v": [90, 100], "w": [50, 100]}))
-    assert rose.startswith("honest before v: false positives rose from 0 of 100")
+    rose = list(differences(before, rates(honest={"v": [12, 100]}, greedy={"v": [90, 100], "w": [50, 100]})))
+    assert rose[0].startswith("honest before v: false positives rose from 0 of 100")
+    assert rose[1].startswith("all honest workers before v: false positives rose from 0 of 100")
     (gone,) = differences(before, rates(honest={"v": [0, 100]}, greedy={"v": [90, 100]}))
     assert gone == "greedy before w: not measured any more"
+    (fewer,) = differences(before, rates(honest={"v": [0, 100]}, greedy={"v": [0, 0], "w": [50, 100]}))
+    assert fewer == "greedy before v: only 0 answers count, 100 did"
+
+
+def test_false_positives_that_are_spread_over_honest_workers_add_up() -> None:
+    names = ("honest", "honest-fp32", "honest-eager", "honest-split")
+    before, now = ({name: {"v": [hits, 100]} for name in names} for hits in (0, 4))
+    (rose,) = differences(before, now)
+    assert rose.startswith("all honest workers before v: false positives rose from 0 of 400")
+
+
+def test_one_verifier_of_many_that_loses_an_eighth_turns_the_suite_red() -> None:
+    before = {f"attack-{i}": {f"v{j}": [100, 100] for j in range(16)} for i in range(46)}
+    now = {**before, "attack-7": {**before["attack-7"], "v3": [87, 100]}}
+    (fell,) = differences(before, now)
+    assert fell.startswith("attack-7 before v3: detection fell from 100 of 100")
 
 
 def test_a_weakened_verifier_turns_the_suite_red_with_a_line_that_says_which(

@@ -1,7 +1,9 @@
 """Makes what the arena judges: for each behaviour the same sequences, as this behaviour answers them.
 
-All behaviours get the same prompts and seeds, so a cell differs from another by the behaviour alone. Sequences are made
-a batch at a time and kept in a folder; a run that is ended goes on where it was. `deal` is what one batch holds.
+All attacks get the same prompts and seeds, so a cell differs from another by the behaviour alone; each kind of honest
+worker has its own, so that honest answers count as so many independent ones. Sequences are made a batch at a time and
+kept in a folder that is named after the code which made them: a run that is ended goes on where it was, one of changed
+code begins anew. `deal` is what one batch holds.
 
 Shapes: n tokens of one answer, D hidden.
 """
@@ -12,7 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,10 @@ from refimpl.workshop import Agreement, BoundEngine, Workshop
 ROOT = Path(__file__).parents[2]
 RECOMPUTED = "recomputed"
 """What the verifier itself generates when it checks by doing everything again: in batches of another size."""
-OPENING = b"".join(
-    (ROOT / "refimpl" / path).read_bytes() for path in ("toploc/one_pass.py", "model/filters.py", "model/sampler.py")
-)
 CALIBRATION = 100_000
 """First index of the sequences that limits are calibrated on; those that are judged count from 0."""
 SEED = 1_000_000  # of sequence 0
+APART = 10_000  # first indices of two kinds of honest workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class Bench:
 
     def _recall(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Any] | None:
         """The kept honest batch with these prompts and seeds; None if there is none."""
-        batch: Batch | None = load(self.folder / "honest" / f"{seeds[0] - SEED}.pt") if len(seeds) else None
+        batch: Batch | None = load(self.place("honest") / f"{seeds[0] - SEED}.pt") if len(seeds) else None
         if batch is None or len(batch.sent) < len(seeds):
             return None
         sent = batch.sent[: len(seeds)]
@@ -217,17 +217,25 @@ class Bench:
         """What this behaviour does to commitments, of whatever kind, before they are sent; None: nothing."""
         return getattr(ATTACKS[behaviour].engine(self.shop), "edit", None) if behaviour in ATTACKS else None
 
+    def place(self, behaviour: str) -> Path:
+        """Where a behaviour's sequences are kept, as long as the code that makes them stays as it is."""
+        return self.folder / behaviour / code_of(behaviour)
+
+    def _starts(self, behaviour: str, count: int, first: int) -> range:
+        """Indices at which batches begin."""
+        first += APART * list(HONEST).index(behaviour) if behaviour in HONEST else 0
+        return range(first, first + count, self.setting.batch)
+
     def made(self, behaviour: str, count: int, first: int = 0) -> bool:
         """Whether all these sequences are in the folder."""
-        size = self.setting.batch
-        return all((self.folder / behaviour / f"{at}.pt").exists() for at in range(first, first + count, size))
+        return all((self.place(behaviour) / f"{at}.pt").exists() for at in self._starts(behaviour, count, first))
 
     def batches(self, behaviour: str, count: int, first: int = 0) -> Iterator[Batch]:
-        """Sequences `first` … `first + count − 1`, a batch at a time, from the folder where they are there."""
-        size = self.setting.batch
-        for at in range(first, first + count, size):
-            path = self.folder / behaviour / f"{at}.pt"
-            wanted = min(size, first + count - at)
+        """`count` sequences of this behaviour, a batch at a time, from the folder where they are there."""
+        size, starts = self.setting.batch, self._starts(behaviour, count, first)
+        for at in starts:
+            path = self.place(behaviour) / f"{at}.pt"
+            wanted = min(size, starts.stop - at)
             batch: Batch | None = load(path)
             if batch is None or len(batch.sent) < wanted:
                 batch = self.deal(behaviour, range(at, at + wanted))
@@ -273,9 +281,8 @@ class Bench:
     @cached_property
     def recomputed(self) -> dict[int, np.ndarray]:
         """The verifier's own answers, by sequence: for those that were made."""
-        folder = self.folder / RECOMPUTED
         found: dict[int, np.ndarray] = {}
-        for path in sorted(folder.glob("*.pt")):
+        for path in sorted(self.place(RECOMPUTED).glob("*.pt")):
             batch = load(path)
             assert isinstance(batch, Batch)
             found |= {sent.index: sent.tokens for sent in batch.sent}
@@ -295,10 +302,23 @@ class Bench:
         )
 
 
+@cache
+def sources(*patterns: str) -> bytes:
+    """The text of all files of this package with such names."""
+    paths = [path for pattern in patterns for path in sorted((ROOT / "refimpl").glob(pattern))]
+    return b"".join(path.read_bytes() for path in paths)
+
+
+def code_of(behaviour: str) -> str:
+    """Names the code that makes a behaviour's answers."""
+    attacks = ("attacks/*.py",) if behaviour in ATTACKS else ("attacks/honest.py",)
+    return hashlib.sha256(sources("model/*.py", "engine.py", "workshop.py", *attacks)).hexdigest()[:12]
+
+
 def _digest(batch: Batch) -> str:
     """Names what one prefill says of a batch: by what was claimed, and by the code that reads logits. Behaviours that
     claim the same tokens share it."""
-    found = hashlib.sha256(OPENING)
+    found = hashlib.sha256(sources("model/*.py", "engine.py", "toploc/one_pass.py"))
     for sent in batch.sent:
         found.update(f"{sent.index},{len(sent.tokens)};".encode() + sent.tokens.astype(np.int32).tobytes())
     return found.hexdigest()[:24]

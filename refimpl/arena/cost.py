@@ -78,7 +78,7 @@ def costs(bench: Bench, lengths: Sequence[int], batches: Sequence[int], rounds: 
 
 def cost_of(bench: Bench, sent: Sequence[Sent], tokens: int, rounds: int) -> Cost:
     """One length, one batch."""
-    sampling, members = bench.shop.sampling, [VERIFIERS[name] for name in POLICIES["default"]]
+    sampling, members = bench.shop.sampling, [VERIFIERS[name] for name in POLICIES["default"].members]
     prompts, seeds = [bench.prompt(one.index) for one in sent], [bench.seed(one.index) for one in sent]
     answers = [one.tokens for one in sent]
     writer = bench.shop.engine(bench.shop.decoder(), batch=len(sent))

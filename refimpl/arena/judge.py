@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from refimpl.arena.bench import CALIBRATION, Bench
+from refimpl.arena.bench import CALIBRATION, Bench, sources
 from refimpl.arena.stats import interval, limit_for
 from refimpl.arena.verifier import Case, Verifier
 from refimpl.arena.verifiers import POLICIES, VERIFIERS, clipped_margins
@@ -63,7 +63,14 @@ class Cell:
     reasons: dict[str, list[str]] = field(default_factory=dict)
     cost_s: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
-    margins: list[np.ndarray] = field(default_factory=list)  # clipped, per answer that counts
+    values: dict[str, list[np.ndarray]] = field(default_factory=dict)  # of verifiers that give them, per answer
+    exposures: list[np.ndarray] = field(default_factory=list)  # of each token, per answer
+
+    def counted(self, verifier: str) -> list[np.ndarray]:
+        """The verifier's values of the answers that count."""
+        values = self.values.get(verifier, [])
+        counts = [cheated or self.behaviour in HONEST for cheated in self.cheated]
+        return [one for one, counted in zip(values, counts, strict=False) if counted and len(one)]
 
     def first(self, count: int) -> Cell:
         """The same for its first answers. Costs and bytes stay those of all."""
@@ -74,7 +81,7 @@ class Cell:
 
     def rate(self, verifier: str) -> Rate:
         """Of one verifier, or of a policy: rejected if any member rejects."""
-        members = POLICIES.get(verifier, (verifier,))
+        members = POLICIES[verifier].members if verifier in POLICIES else (verifier,)
         rejected = [
             any(self.verdicts[member][i] is False for member in members)
             for i, counts in enumerate(self.cheated)
@@ -84,11 +91,10 @@ class Cell:
 
 
 def cell_path(bench: Bench, behaviour: str, count: int, limits: Mapping[str, float]) -> Path:
-    """Where a judged cell is kept, as long as neither a limit nor a verifier's source changes."""
-    folder = Path(__file__).parent
-    sources = [folder / "verifier.py", folder / "verifiers.py", *sorted((folder.parent / "toploc").glob("*.py"))]
-    content = json.dumps(dict(limits), sort_keys=True).encode() + b"".join(path.read_bytes() for path in sources)
-    return bench.folder / behaviour / f"{count}-{hashlib.sha256(content).hexdigest()[:16]}.cell"
+    """Where a judged cell is kept, as long as neither a limit nor the code of its verifiers or its maker changes."""
+    content = json.dumps(dict(limits), sort_keys=True).encode()
+    content += sources("arena/judge.py", "arena/verifier.py", "arena/verifiers.py", "toploc/*.py", "model/*.py")
+    return bench.place(behaviour) / f"{count}-{hashlib.sha256(content).hexdigest()[:16]}.cell"
 
 
 def commitments(verifier: Verifier, answers: Sequence[Any], edit: Any) -> list[tuple[bytes, ...]]:
@@ -110,11 +116,7 @@ def judge(
     pairs = list(bench.cases(behaviour, count, first))
     answers, cases = [sent for sent, _ in pairs], [case for _, case in pairs]
     cell = Cell(behaviour=behaviour, tokens=[len(a.tokens) for a in answers], cheated=[a.cheated for a in answers])
-    cell.margins = [
-        clipped_margins(case)
-        for answer, case in zip(answers, cases, strict=True)
-        if answer.cheated or behaviour in HONEST
-    ]
+    cell.exposures = [np.clip(case.opened.exposures, 0.0, 1.0) for case in cases]
     edit = bench.edit(behaviour)
     made: dict[Any, list[tuple[bytes, ...]]] = {}
     if edit is not None:  # where the edit changes nothing, there is nothing to detect
@@ -129,6 +131,8 @@ def judge(
         cell.scores[name] = [finding.score for finding in findings]
         cell.verdicts[name] = [finding.verdict for finding in findings]
         cell.reasons[name] = [finding.reason for finding in findings]
+        if any(finding.values is not None for finding in findings):
+            cell.values[name] = [np.zeros(0) if f.values is None else np.asarray(f.values, float) for f in findings]
         cell.cost_s[name] = sum(finding.cost_s for finding in findings)
         cell.sent_bytes[name] = sum(len(raw) for own in sent for raw in own)
     return cell

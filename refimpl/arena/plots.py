@@ -9,12 +9,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 
 from refimpl.arena.economics import AUDITS, Stakes
 from refimpl.arena.judge import Cell
-from refimpl.arena.report import Results
-from refimpl.arena.stats import roc
+from refimpl.arena.report import Results, detection
+from refimpl.arena.stats import Separation, roc
 from refimpl.attacks.honest import HONEST
 
 SHOWN = ("weights-8bit", "weights-4bit", "kv-8bit", "layers-skipped", "prompt-altered", "wrong-seed", "cheap-tokens")
@@ -36,7 +37,7 @@ def draw(folder: Path, found: Results, cells: Mapping[str, Cell], limits: Mappin
     for axis, verifier in zip(axes, VERIFIERS_SHOWN, strict=True):
         _distributions(axis, verifier, honest[verifier], cells, attacks, limits.get(verifier, 1.0))
     figures["scores"] = figure
-    figures["tokens"] = _tokens(found)
+    figures["tokens"] = _tokens(found, attacks)
     figures["profit"] = _profit(found)
     paths = []
     for name, figure in figures.items():
@@ -70,20 +71,24 @@ def _distributions(
     axis.set_xlabel("score (line: limit)")
 
 
-def _tokens(found: Results) -> plt.Figure:
-    """Tokens needed, by attack and verifier."""
-    rows = [(name, cell["tokens_to_detect"]) for name, cell in found["cells"].items() if "tokens_to_detect" in cell]
-    figure, axis = plt.subplots(figsize=(7, 0.9 + 0.2 * len(rows)))
-    for place, verifier in enumerate(VERIFIERS_SHOWN):
-        points = [(needed[verifier], y) for y, (_, needed) in enumerate(rows) if needed[verifier]]
-        if points:
-            axis.plot(*zip(*points, strict=True), "os^D"[place], label=verifier, markersize=4)
-    axis.set_xscale("log")
-    axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlabel("tokens for 99 % detection at 1 % false positives")
-    axis.axvline(found["tokens_max"], color="grey", linewidth=0.8, linestyle=":")
-    axis.legend(fontsize=7)
+def _tokens(found: Results, attacks: list[str]) -> plt.Figure:
+    """Detection against tokens, at 1 % false positives, by attack and verifier; dotted: the longest answer."""
+    figure, axes = plt.subplots(1, 4, figsize=(12, 3.2), sharey=True)
+    tokens = np.geomspace(8, 10_000, 120)
+    for axis, verifier in zip(axes, VERIFIERS_SHOWN, strict=True):
+        for place, name in enumerate(attacks):
+            apart = found["cells"][name]["separation"].get(verifier)
+            if apart is not None:
+                one = Separation(**apart)
+                m = tokens[tokens >= one.piece]
+                axis.plot(m, [one.power(count) for count in m], color=f"C{place}", linewidth=1, label=name)
+        axis.axvline(found["tokens_max"], color="grey", linewidth=0.8, linestyle=":")
+        axis.axhline(0.99, color="grey", linewidth=0.8, linestyle=":")
+        axis.set_xscale("log")
+        axis.set_title(verifier, fontsize=9)
+        axis.set_xlabel("tokens")
+    axes[0].set_ylabel("detected at 1 % false positives")
+    axes[0].legend(fontsize=6, loc="lower right")
     return figure
 
 
@@ -94,9 +99,8 @@ def _profit(found: Results, stakes: Stakes | None = None) -> plt.Figure:
     for place, name in enumerate(n for n in SHOWN if n in found["cells"]):
         cell = found["cells"][name]
         for policy, style in (("default", "-"), ("published", ":")):
-            hits, trials = cell["rejected"][policy]
-            detection = hits / trials if trials else 0.0
-            profit = [stakes.profit(cell["saved_share"] or 0.0, detection, float(audit)) for audit in AUDITS]
+            caught = detection(cell, policy)
+            profit = [stakes.profit(cell["saved_share"] or 0.0, caught, float(audit)) for audit in AUDITS]
             label = name if policy == "default" else None
             axis.plot(AUDITS, profit, style, color=f"C{place}", linewidth=1, label=label)
     axis.axhline(0, color="black", linewidth=0.8)

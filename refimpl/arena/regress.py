@@ -1,9 +1,11 @@
 """The suite that CI runs: have the verifiers become worse than the baseline says?
 
 Seeded, made anew each time (nothing is kept), a few minutes on two cores: the tiny model whole, and of SmolLM2 what the
-time allows. A rate is a regression if it is worse than the baseline's by a one-sided exact test (Fisher), at a level of
-5 % over all comparisons of a setting (Bonferroni): detection that fell, false positives that rose. A behaviour or
-verifier that the baseline has and the run has not is one as well.
+time allows. A rate is a regression if it is worse than the baseline's by a one-sided exact test (Fisher) at a level of
+0.1 %: detection that fell, false positives that rose; those of all honest workers together count as one rate more. The
+level is each comparison's own: the suite is seeded, so a rate that nobody has touched is the same rate, and there is no
+chance that a thousand comparisons add up. Fewer answers than the baseline had, or a setting, behaviour or verifier that
+was not measured, is a regression as well.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from refimpl.attacks.honest import HONEST
 
 BASELINE = ROOT / "experiments" / "baselines" / "detection.json"
 LIMITS = ROOT / "experiments" / "arena" / "limits.json"
-LEVEL = 0.05  # over all comparisons of one setting
+LEVEL = 0.001  # of each comparison
+ALL_HONEST = "all honest workers"
 
 Rates = dict[str, dict[str, list[int]]]
 """behaviour -> verifier -> [rejected, of]."""
@@ -75,21 +78,32 @@ def measure(part: Part, limits: Mapping[str, float], made: Path | None = None) -
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each rate that is worse than it was, for one setting."""
-    compared = sum(len(verifiers) for verifiers in before.values())
-    for behaviour, verifiers in before.items():
+    now = {**now, ALL_HONEST: _pooled(now)}
+    for behaviour, verifiers in {**before, ALL_HONEST: _pooled(before)}.items():
+        honest = behaviour in HONEST or behaviour == ALL_HONEST
         for verifier, old in verifiers.items():
             new = now.get(behaviour, {}).get(verifier)
             if new is None:
                 yield f"{behaviour} before {verifier}: not measured any more"
                 continue
-            chance = worse(old, new, rises=behaviour in HONEST)
-            if chance < LEVEL / compared:
+            if new[1] < old[1]:
+                yield f"{behaviour} before {verifier}: only {new[1]} answers count, {old[1]} did"
+                continue
+            chance = worse(old, new, rises=honest)
+            if chance < LEVEL:
                 was, came = Rate(hits=old[0], trials=old[1]), Rate(hits=new[0], trials=new[1])
-                what = "false positives rose" if behaviour in HONEST else "detection fell"
+                what = "false positives rose" if honest else "detection fell"
                 yield (
                     f"{behaviour} before {verifier}: {what} from {old[0]} of {old[1]} ({was} %) "
                     f"to {new[0]} of {new[1]} ({came} %), p = {chance:.1g}"
                 )
+
+
+def _pooled(rates: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The rates of all honest workers together."""
+    rows = [verifiers for behaviour, verifiers in rates.items() if behaviour in HONEST]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [sum(row[name][i] for row in rows if name in row) for i in (0, 1)] for name in names}
 
 
 def worse(before: list[int], now: list[int], *, rises: bool) -> float:
@@ -134,11 +148,12 @@ def regress(into: Path, baseline: Path = BASELINE, suite: Sequence[Part] = SUITE
         print(f"{baseline}: there is no baseline; `make regress-accept` records one")
         return 2
     before, now = json.loads(baseline.read_text(encoding="utf-8")), _measured(into, suite=suite)
+    wanted = {part.setting for part in suite}
     sentences = [
         f"REGRESSION {setting}: {sentence}"
-        for setting, rates in now.items()
-        if setting in before
-        for sentence in differences(before[setting], rates)
+        for setting, rates in before.items()
+        if setting in wanted
+        for sentence in (differences(rates, now[setting]) if setting in now else ["not measured any more"])
     ]
     print("\n".join(sentences) if sentences else "no rate is worse than the baseline")
     print(f"tables: {into / 'detection.md'}")

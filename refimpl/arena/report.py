@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from refimpl.arena.bench import Bench
+from refimpl.arena.bench import Batch, Bench
 from refimpl.arena.economics import REFERENCE, Stakes, seconds
 from refimpl.arena.judge import Cell, Rate
-from refimpl.arena.stats import tokens_to_detect, upper_bound
-from refimpl.arena.verifiers import POLICIES, VERIFIERS
+from refimpl.arena.stats import PIECE, separation, upper_bound
+from refimpl.arena.verifiers import FALSE_POSITIVE_RATE, POLICIES, VERIFIERS
 from refimpl.attacks.catalogue import ATTACKS
 from refimpl.attacks.honest import HONEST
+from refimpl.toploc.anytime import AnytimePlan, count_needed_for_power
+from refimpl.toploc.sampling_proof import CLIP
 
 Results = dict[str, Any]
 HOLES = (
@@ -34,7 +37,8 @@ HOLES = (
     ("answers cut short with a forged end", "cut-with-end", "termination-seed"),
 )
 """What TOPLOC v1 as published leaves open: (the hole, an attack through it, who closes it)."""
-PER_ANSWER = ("toploc-paper", "toploc-sequence", "projection", "sampling-proof")
+BY_MEANS = ("toploc-paper", "toploc-sequence", "projection", "sampling-proof")
+"""Verifiers of which tokens to detection are told by the mean of their values."""
 
 
 def results(
@@ -43,8 +47,7 @@ def results(
     """Everything that tables, plots and baselines are made from. `measured`: shares saved, of `arena.savings`."""
     setting, names = bench.setting, [*VERIFIERS, *POLICIES]
     honest = [cell for name, cell in cells.items() if name in HONEST]
-    honest_scores = {name: [s for cell in honest for s in cell.scores[name]] for name in VERIFIERS}
-    honest_margins = [margins for cell in honest for margins in cell.margins]
+    honest_values = {name: [values for cell in honest for values in cell.counted(name)] for name in BY_MEANS}
     whole = sum(sum(cell.tokens) for cell in cells.values())
     table: dict[str, Any] = {}
     for behaviour, cell in cells.items():
@@ -59,18 +62,19 @@ def results(
         }
         if behaviour in ATTACKS:
             attack = ATTACKS[behaviour]
+            apart = {
+                name: separation(honest_values[name], cell.counted(name), VERIFIERS[name].tokens_per_value)
+                for name in BY_MEANS
+            }
+            needed = {name: _rounded(one.tokens()) if one else None for name, one in apart.items()}
             table[behaviour] |= {
                 "kind": attack.kind,
                 "saves": attack.saves,
                 "expected": list(attack.caught_by),
                 "saved_share": _rounded(saved_share(bench, behaviour, len(cell.tokens))),
                 "saved_measured": (measured or {}).get(behaviour),
-                "tokens_to_detect": {
-                    "toploc-paper": _tokens(honest_scores, cell, "toploc-paper"),
-                    "toploc-sequence": _tokens(honest_scores, cell, "toploc-sequence"),
-                    "projection": _tokens(honest_scores, cell, "projection"),
-                    "sampling-proof": _rounded(tokens_to_detect(honest_margins, cell.margins)),
-                },
+                "separation": {name: asdict(one) for name, one in apart.items() if one},
+                "tokens_to_detect": needed | {"anytime": _rounded(_anytime_tokens(cell, limits.get("anytime")))},
             }
     return {
         "setting": setting.name,
@@ -92,21 +96,33 @@ def results(
 
 
 def saved_share(bench: Bench, behaviour: str, count: int) -> float:
-    """1 − the attack's cost over the honest one's, on the reference device."""
-    cheat = sum(seconds(batch.work) for batch in bench.batches(behaviour, count))
-    honest = sum(seconds(batch.work) for batch in bench.batches("honest", count))
-    return 1.0 - cheat / honest
+    """1 − the attack's cost over the honest one's, on the reference device: by a batch's steps (tokens of its longest
+    answer), since chance makes answers longer or shorter; by the answer where ending it is the attack."""
+    whole_answers = behaviour in ATTACKS and ATTACKS[behaviour].kind == "ending"
+
+    def cost(batches: Iterable[Batch]) -> float:
+        made = [(seconds(batch.work), batch.sent) for batch in batches]
+        units = sum(len(sent) if whole_answers else max(len(one.tokens) for one in sent) for _, sent in made)
+        return sum(spent for spent, _ in made) / units
+
+    honest = bench.batches("honest", min(count, bench.setting.honest_sequences))
+    return 1.0 - cost(bench.batches(behaviour, count)) / cost(honest)
 
 
-def _tokens(honest: Mapping[str, list[float]], cell: Cell, name: str) -> float | None:
-    """As the mean over whole answers would need: a score per answer stands for each of its tokens' blocks of eight."""
-    mean = float(np.mean(cell.tokens)) / 8
-    right = [np.full(8, score) for score in honest[name] if abs(score) < 1e6]
-    wrong = [np.full(8, s) for s, c in zip(cell.scores[name], cell.cheated, strict=True) if c and abs(s) < 1e6]
-    if not right or not wrong:
-        return None
-    blocks = tokens_to_detect(right, wrong)
-    return _rounded(blocks * mean) if math.isfinite(blocks) else None
+def _anytime_tokens(cell: Cell, null_mean: float | None) -> float:
+    """Tokens by which the anytime test has rejected 99 % of such cheats, whatever its answers' lengths."""
+    pairs = [
+        (margins, exposures)
+        for margins, exposures, cheated in zip(
+            cell.values.get("sampling-proof", []), cell.exposures, cell.cheated, strict=False
+        )
+        if cheated and len(margins) == len(exposures)
+    ]
+    if null_mean is None or not pairs:
+        return math.nan
+    plan = AnytimePlan(null_mean=null_mean, value_max=CLIP, false_positive_rate=FALSE_POSITIVE_RATE)
+    margins, exposures = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    return count_needed_for_power(margins, plan, np.random.default_rng(0), exposures=exposures)
 
 
 def _honest_rate(honest: Sequence[Cell], name: str) -> dict[str, Any]:
@@ -177,19 +193,28 @@ def _costs(found: Results) -> list[str]:
     for name, verifier in VERIFIERS.items():
         sent, cost = found["bytes_per_token"][name], found["check_us_per_token"][name]
         lines.append(_row([name, verifier.says, f"{sent:.1f}", f"{cost:.1f}", verifier.needs]))
-    policies = (f"*{name}* = {' or '.join(members)} rejects" for name, members in POLICIES.items())
-    return [*lines, "", "Check: CPU time beside the shared prefill. Policies: " + "; ".join(policies) + "."]
+    lines += ["", "Check: CPU time beside the shared prefill.", ""]
+    lines += [_row(["policy", "rejects if any of", "answers audited", "false-positive budget"]), _row(["---"] * 4)]
+    for name, policy in POLICIES.items():
+        budget = policy.false_positive_budget
+        said = "as published" if budget is None else f"{100 * budget:g} % of honest answers audited"
+        lines.append(_row([name, ", ".join(policy.members), f"{100 * policy.audit_rate:g} %", said]))
+    return lines
 
 
 def _power(found: Results) -> list[str]:
+    columns = (*BY_MEANS, "anytime")
     lines = [
         "", "## Tokens for 99 % detection at 1 % false positives", "",
-        "By the mean of the score over so many tokens, taken as normal: an extrapolation beyond an answer.", "",
-        _row(["attack", *PER_ANSWER]), _row(["---"] * (1 + len(PER_ANSWER))),
+        "By the mean of the score over so many tokens, taken as normal: an extrapolation beyond an answer, and never "
+        f"less than {PIECE} tokens (TOPLOC: a chunk). *anytime*: tokens after which its test has rejected 99 % of "
+        f"cheats, at {100 * FALSE_POSITIVE_RATE:g} % false positives over a whole life. Published for DiFR, for "
+        "comparison: 300 tokens (4 bits, by tokens), 2 (by activations).", "",
+        _row(["attack", *columns]), _row(["---"] * (1 + len(columns))),
     ]  # fmt: skip
     for name, cell in found["cells"].items():
         if name not in HONEST:
-            needed = (cell["tokens_to_detect"][v] for v in PER_ANSWER)
+            needed = (cell["tokens_to_detect"][v] for v in columns)
             lines.append(_row([name, *("–" if n is None else f"{n:.0f}" for n in needed)]))
     return lines
 
@@ -200,22 +225,29 @@ def _money(found: Results, stakes: Stakes) -> list[str]:
         f"Saved: share of an honest answer's cost on a {REFERENCE.name} (roofline); here: measured on this machine's "
         "CPU, where the attack's code does the smaller work. Break-even: the audit rate above "
         f"which the attack loses, at a stake of {stakes.stake:g} and a pay of {stakes.pay:g} honest answers, under "
-        "*published* and *default*.", "",
-        _row(["attack", "saves", "saved", "here", "break-even, published", "break-even, default"]), _row(["---"] * 6),
+        "*published* and *default*. Profit: of an answer, in honest answers, at the rate that *default* audits.", "",
+        _row(["attack", "saves", "saved", "here", "break-even, published", "break-even, default", "profit, default"]),
+        _row(["---"] * 7),
     ]  # fmt: skip
     for name, cell in found["cells"].items():
         if name not in HONEST:
             saved = cell["saved_share"] or 0.0
             rates = []
             for policy in POLICIES:
-                hits, trials = cell["rejected"][policy]
-                even = stakes.break_even(saved, hits / trials if trials else 0.0)
+                even = stakes.break_even(saved, detection(cell, policy))
                 rates.append(
                     "never deterred" if math.isinf(even) else f"{100 * even:.3g} %" if even else "saves nothing"
                 )
             here = "–" if cell.get("saved_measured") is None else f"{100 * cell['saved_measured']:.0f} %"
-            lines.append(_row([name, cell["saves"], f"{100 * saved:.0f} %", here, *rates]))
+            profit = stakes.profit(saved, detection(cell, "default"), POLICIES["default"].audit_rate)
+            lines.append(_row([name, cell["saves"], f"{100 * saved:.0f} %", here, *rates, f"{profit:.2f}"]))
     return lines
+
+
+def detection(cell: Mapping[str, Any], policy: str) -> float:
+    """Rejected, out of all answers: what is saved counts all of them too, where an adaptive cheat is honest now and
+    then."""
+    return float(cell["rejected"][policy][0]) / cell["answers"] if cell["answers"] else 0.0
 
 
 def _rate(counts: Sequence[int], bold: bool = False) -> str:

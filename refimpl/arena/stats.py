@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-PIECE = 8  # neighbouring tokens that are taken together
+PIECE = 8  # neighbouring tokens that are taken together: they depend on each other
 FALSE_POSITIVE_BUDGET = 1e-4  # for one verifier and one answer: a policy of five stays below 1 in 1000
 
 
@@ -55,43 +56,60 @@ def roc(honest: Sequence[float], cheats: Sequence[float]) -> tuple[np.ndarray, n
     return false, found, float(np.trapezoid(found, false))
 
 
-def tokens_to_detect(
-    honest: Sequence[np.ndarray],
-    cheats: Sequence[np.ndarray],
-    *,
-    false_positive_rate: float = 0.01,
-    power: float = 0.99,
-    tokens_max: int = 100_000,
-) -> float:
-    """Tokens that tell cheats from honest answers at this power and false-positive rate, by the mean of a value per
-    token; inf beyond `tokens_max`.
+@dataclass(frozen=True, kw_only=True)
+class Separation:
+    """How far a verifier's score of cheats lies from honest ones: mean and standard deviation of the means of pieces of
+    `piece` neighbouring tokens.
 
-    The mean of m tokens is taken as normal, with the variance that pieces of eight neighbours have (they depend on each
-    other): an extrapolation where m is larger than an answer. m is doubled, then bisected.
+    The mean over m tokens is taken as normal with variance sd² · piece / m, so that a limit with a false-positive rate
+    of a detects with probability
+
+        power(m) = Φ((μ1 - μ0 - z_{1-a} · σ0 · r) / (σ1 · r)),   r = √(piece / m).
+
+    An extrapolation where m is larger than an answer.
     """
-    pools = [[np.asarray(piece, dtype=np.float64) for piece in pieces if len(piece)] for pieces in (honest, cheats)]
-    if not all(pools):
-        return math.inf
 
-    (low, low_sd), (high, high_sd) = (_piece_statistics(pool) for pool in pools)
-    z_false, z_miss = stats.norm.ppf(1 - false_positive_rate), stats.norm.ppf(power)
+    honest_mean: float
+    honest_sd: float
+    cheat_mean: float
+    cheat_sd: float
+    piece: int
 
-    def enough(tokens: int) -> bool:
-        root = math.sqrt(max(1, tokens // PIECE))
-        return bool(low + z_false * low_sd / root < high - z_miss * high_sd / root)
+    def power(self, tokens: float, false_positive_rate: float = 0.01) -> float:
+        """Share of cheats that are detected by `tokens` tokens."""
+        root = math.sqrt(self.piece / max(self.piece, tokens))
+        beyond = self.cheat_mean - self.honest_mean - stats.norm.ppf(1 - false_positive_rate) * self.honest_sd * root
+        spread = self.cheat_sd * root
+        return float(stats.norm.cdf(beyond / spread)) if spread > 0 else float(beyond > 0)
 
-    least, most = 1, 1
-    while not enough(most):
-        least, most = most, 2 * most
-        if most > tokens_max:
-            return math.inf
-    while most - least > max(1, least // 20):
-        middle = (least + most) // 2
-        least, most = (least, middle) if enough(middle) else (middle, most)
-    return float(most)
+    def tokens(self, false_positive_rate: float = 0.01, power: float = 0.99, tokens_max: int = 100_000) -> float:
+        """Tokens that detect with this power; never fewer than a piece, inf beyond `tokens_max`. m is doubled, then
+        bisected."""
+        least, most = self.piece, self.piece
+        while self.power(most, false_positive_rate) < power:
+            least, most = most, 2 * most
+            if most > tokens_max:
+                return math.inf
+        while most - least > max(1, least // 20):
+            middle = (least + most) // 2
+            enough = self.power(middle, false_positive_rate) >= power
+            least, most = (least, middle) if enough else (middle, most)
+        return float(most)
 
 
-def _piece_statistics(pool: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Mean and standard deviation of the means of `PIECE` neighbours."""
-    means = np.array([values[at : at + PIECE].mean() for values in pool for at in range(0, len(values), PIECE)])
-    return float(means.mean()), float(means.std(ddof=1)) if len(means) > 1 else math.inf
+def separation(
+    honest: Sequence[np.ndarray], cheats: Sequence[np.ndarray], tokens_per_value: int = 1
+) -> Separation | None:
+    """From the values of each answer, in their order, each of which stands for `tokens_per_value` tokens; None where
+    one side has fewer than two pieces."""
+    size = max(1, PIECE // tokens_per_value)
+    sides = []
+    for answers in (honest, cheats):
+        means = np.array([values[at : at + size].mean() for values in answers for at in range(0, len(values), size)])
+        if len(means) < 2:
+            return None
+        sides.append((float(means.mean()), float(means.std(ddof=1))))
+    (low, low_sd), (high, high_sd) = sides
+    return Separation(
+        honest_mean=low, honest_sd=low_sd, cheat_mean=high, cheat_sd=high_sd, piece=size * tokens_per_value
+    )

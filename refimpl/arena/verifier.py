@@ -76,6 +76,7 @@ class Finding:
     score: float  # larger is worse
     verdict: bool | None
     reason: str
+    values: np.ndarray | None = None  # what the score is a mean or a maximum of: one for `tokens_per_value` tokens
     cost_s: float = 0.0  # CPU time beside the shared prefill
 
 
@@ -97,6 +98,7 @@ class Verifier:
     needs: Needs = "states"
     calibrated: bool = False  # takes its limit from honest noise
     least: float = 1e-3  # below which no calibration puts the limit
+    tokens_per_value: int = 1  # of the findings' values
 
     def commitments(self, states_nD: torch.Tensor) -> tuple[bytes, ...]:
         """What is sent with an answer: one commitment a chunk."""

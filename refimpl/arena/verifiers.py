@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from refimpl.arena.stats import FALSE_POSITIVE_BUDGET
 from refimpl.arena.verifier import Case, Check, Finding, Verifier
 from refimpl.toploc.anytime import AnytimePlan, log_e_values
 from refimpl.toploc.check import PRESETS, Thresholds, verify_proofs
 from refimpl.toploc.likelihood import ShapeLimits, shape_of, shape_test, termination_test
 from refimpl.toploc.projection import ProjectionError, decode, encode, project, relative_distances
-from refimpl.toploc.proof import TOP_K, Mode, build_proofs
+from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, Mode, build_proofs
 from refimpl.toploc.sampling_proof import CLIP
 
 UNBOUNDED = Thresholds(exponent_mismatches=math.inf, mantissa_mean=math.inf, mantissa_median=math.inf)
@@ -65,7 +67,8 @@ def toploc(mode: Mode, thresholds: Thresholds) -> Check:
         score = max(ratios, default=0.0 if found.accepted else MALFORMED)
         if not found.accepted and score <= limit:  # rejected by its form, not by its distance
             score = MALFORMED
-        return Finding(score=score, verdict=None if found.undecided else found.accepted, reason=found.reason)
+        verdict = None if found.undecided else found.accepted
+        return Finding(score=score, verdict=verdict, reason=found.reason, values=np.array(ratios))
 
     return check
 
@@ -75,15 +78,18 @@ def toploc_sequence(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
     found = verify_proofs(case.opened.states, sent, thresholds=UNBOUNDED)
     if not found.accepted:
         return Finding(score=MALFORMED, verdict=None if found.undecided else False, reason=found.reason)
-    values = sum(chunk.values for chunk in found.chunks)
-    if not values:
+    bound_C = np.array([chunk.values for chunk in found.chunks], dtype=np.float64)
+    if not bound_C.sum():
         return Finding(score=0.0, verdict=None, reason="nothing was proven")
-    total = sum(
-        128 * c.exponent_mismatches
-        + (c.mantissa_mean * (c.values - c.exponent_mismatches) if c.exponent_mismatches < c.values else 0.0)
-        for c in found.chunks
+    total_C = np.array(
+        [
+            128 * c.exponent_mismatches
+            + (c.mantissa_mean * (c.values - c.exponent_mismatches) if c.exponent_mismatches < c.values else 0.0)
+            for c in found.chunks
+        ]
     )
-    return judged(total / values, limit, "mean distance of bound activations, steps of bf16")
+    what = "mean distance of bound activations, steps of bf16"
+    return judged(float(total_C.sum() / bound_C.sum()), limit, what, total_C / np.maximum(bound_C, 1))
 
 
 # --------------------------------------------------------------------------------------- activations: projection
@@ -99,7 +105,8 @@ def projection(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
         distance_n = relative_distances(committed, project(case.opened.states, PROJECTIONS).cpu())
     except ProjectionError as error:
         return Finding(score=MALFORMED, verdict=False, reason=f"malformed: {error}")
-    return judged(float(distance_n.mean()) if len(distance_n) else 0.0, limit, "mean relative distance of projections")
+    mean = float(distance_n.mean()) if len(distance_n) else 0.0
+    return judged(mean, limit, "mean relative distance of projections", distance_n.numpy())
 
 
 # ------------------------------------------------------------------------------------------------------ the seed
@@ -112,7 +119,8 @@ def sampling_proof(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
     """Token-DiFR with our noise: mean clipped margin of the answer."""
     if len(case.tokens) < TOKENS_MIN:
         return Finding(score=0.0, verdict=None, reason=f"{len(case.tokens)} tokens; a verdict needs {TOKENS_MIN}")
-    return judged(float(clipped_margins(case).mean()), limit, "mean clipped margin, logits")
+    margins = clipped_margins(case)
+    return judged(float(margins.mean()), limit, "mean clipped margin, logits", margins)
 
 
 def anytime(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
@@ -207,17 +215,19 @@ def termination_seed(case: Case, sent: Sequence[bytes], limit: float) -> Finding
     return judged(min(float(case.opened.margins[-1]), MALFORMED), limit, "margin of the end token, logits")
 
 
-def judged(score: float, limit: float, what: str) -> Finding:
+def judged(score: float, limit: float, what: str, values: np.ndarray | None = None) -> Finding:
     """Rejected above the limit; a score that is not a number is no verdict."""
     if math.isnan(score):
         return Finding(score=score, verdict=None, reason=f"{what} is not a number")
-    return Finding(score=score, verdict=score <= limit, reason=f"{what} {score:.4g}, at most {limit:.4g}")
+    reason = f"{what} {score:.4g}, at most {limit:.4g}"
+    return Finding(score=score, verdict=score <= limit, reason=reason, values=values)
 
 
 VERIFIERS: dict[str, Verifier] = {
     "toploc-paper": Verifier(
         says="TOPLOC v1 as published, 38/10/8",
         check=toploc("published", PRESETS["paper"]), limit=1.0, commit=toploc_commit_published,
+        tokens_per_value=CHUNK_TOKENS,
     ),
     "toploc-deployed": Verifier(
         says="TOPLOC v1 as published, 60/40/40",
@@ -229,7 +239,7 @@ VERIFIERS: dict[str, Verifier] = {
     ),
     "toploc-sequence": Verifier(
         says="TOPLOC's proofs, one calibrated mean over the answer",
-        check=toploc_sequence, limit=3.0, commit=toploc_commit, calibrated=True,
+        check=toploc_sequence, limit=3.0, commit=toploc_commit, calibrated=True, tokens_per_value=CHUNK_TOKENS,
     ),
     "projection": Verifier(
         says="eight random projections a token (Activation-DiFR), calibrated mean",
@@ -266,14 +276,33 @@ VERIFIERS: dict[str, Verifier] = {
     ),
 }  # fmt: skip
 
-POLICIES: dict[str, tuple[str, ...]] = {
-    "published": ("toploc-deployed",),
-    "default": (
-        "toploc-sequence",
-        "projection",
-        "sampling-proof",
-        "termination-calibrated",
-        "termination-seed",
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A combination: an answer is drawn with probability `audit_rate`, and then rejected if any member rejects. All
+    members share one prefill."""
+
+    members: tuple[str, ...]
+    audit_rate: float  # share of all answers that is checked
+
+    @property
+    def false_positive_budget(self) -> float | None:
+        """Of honest answers that are checked: the members' sum, at most. None where a limit is not calibrated."""
+        if not all(VERIFIERS[member].calibrated for member in self.members):
+            return None
+        return FALSE_POSITIVE_BUDGET * len(self.members)
+
+
+POLICIES: dict[str, Policy] = {
+    "published": Policy(members=("toploc-deployed",), audit_rate=1.0),
+    "default": Policy(
+        members=(
+            "toploc-sequence",
+            "projection",
+            "sampling-proof",
+            "termination-calibrated",
+            "termination-seed",
+        ),
+        audit_rate=0.1,
     ),
 }
-"""Combinations: rejected if any member rejects. All members share one prefill."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from refimpl.work import Work
 
 Prompts = Sequence[Sequence[int]]
@@ -19,7 +21,8 @@ class Engine(Protocol):
 
 
 class Altered:
-    """`engine` with `before` applied to the prompts and `after` to its answers."""
+    """`engine` with `before` applied to the prompts and `after` to its answers. `cheated` says which of the last call's
+    answers are not what the engine would have given."""
 
     def __init__(
         self,
@@ -29,9 +32,25 @@ class Altered:
         after: Callable[[Prompts, list[Any]], list[Any]] = lambda prompts, answers: answers,
     ) -> None:
         self.engine, self._before, self._after = engine, before, after
+        self.cheated: list[bool] = []
 
     def answer(self, prompts: Prompts, seeds: Sequence[int]) -> list[Any]:
-        return self._after(prompts, self.engine.answer(self._before(prompts), seeds))
+        asked = self._before(prompts)
+        given = self.engine.answer(asked, seeds)
+        answers = self._after(prompts, given)
+        self.cheated = [
+            list(own) != list(prompt) or not _same(one, other)
+            for own, prompt, one, other in zip(asked, prompts, given, answers, strict=True)
+        ]
+        return answers
 
     def work(self, prompts: Prompts, answers: Sequence[Any]) -> Work:
         return self.engine.work(self._before(prompts), answers)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal tokens with equal proofs and states."""
+    if one is other:
+        return True
+    states = (one.states is None) == (other.states is None) and (one.states is None or one.states.equal(other.states))
+    return np.array_equal(one.tokens, other.tokens) and one.proofs == other.proofs and states

@@ -66,21 +66,26 @@ class OtherSampling:
 
 
 class BestOf:
-    """Several answers by several seeds; the one that the model likes best is handed in, under the seed that was due."""
+    """Several answers by several seeds; the one that the model likes best is handed in, under the seed that was due.
+    Where that is the due seed's own, nobody was cheated."""
 
     def __init__(self, engine: BoundEngine, tries: int) -> None:
         self.engine, self.tries = engine, tries
+        self.cheated: list[bool] = []
 
     def answer(self, prompts: Prompts, seeds: Sequence[int]) -> list[Any]:
         rounds = [self.engine.answer(prompts, [seed + 7919 * k for seed in seeds]) for k in range(self.tries)]
-        return [max(tries, key=lambda answer: float(answer.logprobs.mean())) for tries in zip(*rounds, strict=True)]
+        best = [max(tries, key=lambda answer: float(answer.logprobs.mean())) for tries in zip(*rounds, strict=True)]
+        self.cheated = [not np.array_equal(one.tokens, due.tokens) for one, due in zip(best, rounds[0], strict=True)]
+        return best
 
     def work(self, prompts: Prompts, answers: Sequence[Any]) -> Work:
         return Several((self.engine.work(prompts, answers),) * self.tries)
 
 
 class Prefilled:
-    """Tokens from `write` (honest answers are made first only if `after_honest`), read once by the right model."""
+    """Tokens from `write` (honest answers are made first only if `after_honest`), read once by the right model.
+    `cheated` says which of the last call's texts are not the honest ones."""
 
     def __init__(
         self,
@@ -90,10 +95,13 @@ class Prefilled:
         after_honest: bool,
     ) -> None:
         self.right, self.mode, self._write, self._after_honest = right, mode, write, after_honest
+        self.cheated: list[bool] = []
 
     def answer(self, prompts: Prompts, seeds: Sequence[int]) -> list[Any]:
         honest = self.right.answer(prompts, seeds) if self._after_honest else []
         texts = self._write(prompts, honest)
+        self.cheated = [not np.array_equal(text, due.tokens) for text, due in zip(texts, honest, strict=False)]
+        self.cheated += [True] * (len(texts) - len(honest))
         answers = []
         for replay, text in zip(self.right.replay(prompts, texts), texts, strict=True):
             bare = Completion(
@@ -213,7 +221,8 @@ class LockStep:
     """A right and a cheap model read the same text; `choose` says after each step which token comes next.
 
     A real draft runs ahead by a block. Token by token gives the same text, since whether a token stands depends only
-    on what comes before it; `work` counts what the blocks would cost.
+    on what comes before it; `work` counts what the blocks would cost. `cheated` says which of the last call's answers
+    hold a token that the cheap model's work stands for.
     """
 
     def __init__(
@@ -224,10 +233,12 @@ class LockStep:
         self.right, self.cheap, self.mode, self._choose = right, cheap, mode, choose
         self._commits_right, self._drafts = commits_right, drafts
         self._stood = 0.0  # share of the last call's tokens
+        self.cheated: list[bool] = []
 
     def answer(self, prompts: Prompts, seeds: Sequence[int]) -> list[Any]:
         answers: list[Any] = []
         stood: list[float] = []
+        self.cheated = []
         for at in range(0, len(prompts), self.right.batch):
             made, share = self._batch(prompts[at : at + self.right.batch], seeds[at : at + self.right.batch])
             answers += made
@@ -255,7 +266,9 @@ class LockStep:
             states = [engine.model(token_B[:, None], cache)[:, 0] for engine, cache in zip(models, caches, strict=True)]
         columns = (torch.stack(part, 1) for part in (tokens, committed, logprobs))
         made = [self._completion(*rows) for rows in zip(*columns, strict=True)]
-        return made, float(torch.stack(cheaply).float().mean())
+        stands_Bn = torch.stack(cheaply, 1)
+        self.cheated += [bool(row[: len(one.tokens)].any()) for row, one in zip(stands_Bn, made, strict=True)]
+        return made, float(stands_Bn.float().mean())
 
     def _completion(self, tokens_n: torch.Tensor, states_nD: torch.Tensor, logprobs_n: torch.Tensor) -> Completion:
         ends = [i for i, token in enumerate(tokens_n.tolist()) if token in self.right.engine.model.config.eos_ids]
