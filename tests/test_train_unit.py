@@ -13,7 +13,7 @@ from refimpl.grpo.messages import Offer, SlotGiven
 from refimpl.grpo.rollout import Sample
 from refimpl.tasks.scorer import own_rewards
 from refimpl.training.bench import Bench, packed
-from refimpl.training.cheats import CHEATS
+from refimpl.training.cheats import CHEATS, forged
 from refimpl.training.watch import idle_shares, overlap_share
 from tests.training_run import small_plan
 
@@ -87,12 +87,50 @@ def test_whatever_is_not_as_the_slot_has_it_is_named(
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "code"), [("rewards-inverted", "wrong_reward"), ("answers-picked", "wrong_seed")]
+    ("behaviour", "code"),
+    [("rewards-inverted", "wrong_reward"), ("answers-picked", "wrong_seed"), ("answers-cut", "wrong_seed")],
 )
 def test_a_forged_reward_and_a_picked_answer_are_named(behaviour: str, code: str, bench: Bench) -> None:
     """A picked answer is the right model's, with right proofs and its true reward: only the seed tells."""
     made = CHEATS[behaviour](bench).make(SLOT, KEY, 0)
     assert code_of(bench, made.rows) == code
+
+
+@pytest.fixture(scope="module")
+def long_bench() -> Bench:
+    """Answers of 16 tokens, most of which the length limit ends."""
+    return Bench(small_plan(max_age=2, task="sorting", new_tokens_max=16), score=own_rewards)
+
+
+@pytest.mark.parametrize("length", [2, 6, 10, 15, 16])
+def test_an_answer_that_was_cut_short_is_named_whatever_its_length(length: int, long_bench: Bench) -> None:
+    """Proofs, log-probabilities and rewards are right. One token of six and more is lost in the mean margin."""
+    rows = list(long_bench.make(SLOT, KEY, 0).rows)
+    assert code_of(long_bench, rows) == "ok"
+    answers = [row.output_tokens.copy() for row in rows]
+    for row, answer in enumerate(answers):
+        if len(answer) == 16:
+            answers[row] = np.append(answer[: length - 1], min(long_bench.ends)).astype(np.int32)
+    assert code_of(long_bench, forged(long_bench, SLOT, KEY, rows, answers)) == "wrong_seed"
+
+
+@pytest.mark.parametrize("place", [0, 7, 15])
+def test_a_single_token_that_is_not_the_seeds_is_named_wherever_it_stands(place: int, long_bench: Bench) -> None:
+    rows = list(long_bench.make(SLOT, KEY, 0).rows)
+    answers = [row.output_tokens.copy() for row in rows]
+    longest = next(answer for answer in answers if len(answer) == 16)
+    longest[place] = 3 if longest[place] != 3 else 4
+    made = forged(long_bench, SLOT, KEY, rows, answers)
+    assert code_of(long_bench, made) == "wrong_seed"
+
+
+def test_an_end_that_the_seed_draws_is_right_however_rare(long_bench: Bench) -> None:
+    """The model, hot, ends now and then where it finds that unlikely: its margin is 0."""
+    hot = Bench(small_plan(task="sorting", new_tokens_max=16, temperature=3.0), score=own_rewards)
+    rows = list(hot.make(SLOT, KEY, 0).rows)
+    ended = [row for row in rows if int(row.output_tokens[-1]) in hot.ends and len(row.output_tokens) < 16]
+    assert ended and min(row.output_logprobs[-1] for row in ended) < np.log(0.1)
+    assert code_of(hot, rows) == "ok"
 
 
 def test_a_unit_of_another_slot_is_refused(bench: Bench, honest: list[Sample]) -> None:

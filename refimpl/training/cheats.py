@@ -16,6 +16,8 @@ from refimpl.grpo.messages import SlotGiven
 from refimpl.grpo.rollout import Sample
 from refimpl.grpo.unit import unit_samples
 from refimpl.model.sampler import Sampling
+from refimpl.toploc.one_pass import read_replays
+from refimpl.toploc.proof import build_proofs
 from refimpl.training.bench import Bench, MadeUnit, packed
 from refimpl.work import Work
 
@@ -82,6 +84,33 @@ def _picked(bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sampl
     )
 
 
+def forged(
+    bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sample], answers: Sequence[Any]
+) -> list[Sample]:
+    """The unit with these `answers` (tokens) in the place of its own: proofs, log-probabilities and rewards are those
+    that the right model and the verifier give them. Only the seeds do not."""
+    replays = bench.engine.replay([row.input_tokens.tolist() for row in rows], answers)
+    sampling = Sampling(temperature=bench.plan.temperature)
+    readings = read_replays(replays, [row.seed or 0 for row in rows], sampling)
+    settings, written = bench.proof, []
+    for replay, reading, tokens in zip(replays, readings, answers, strict=True):
+        proofs = build_proofs(
+            replay.states, chunk_tokens=settings.chunk_tokens, top_k=settings.top_k, mode=settings.mode
+        )
+        logprobs = np.log(np.maximum(reading.probabilities, 1e-12))
+        written.append(_Written(tokens, logprobs, tuple(proof.encode() for proof in proofs)))
+    texts = bench.texts(answers)
+    rewards = bench.rewards(slot, public_key, texts)
+    return unit_samples(bench.brief(slot, public_key), written, texts, rewards, rows[0].step, bench.rules)
+
+
+def _cut(bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sample]) -> list[Sample]:
+    """Stops halfway through every answer and puts an end token there: saves the rest."""
+    end = min(bench.ends)
+    answers = [np.append(row.output_tokens[: len(row.output_tokens) // 2], end).astype(np.int32) for row in rows]
+    return forged(bench, slot, public_key, rows, answers)
+
+
 def _noise(bench: Bench, slot: SlotGiven, public_key: str, rows: Sequence[Sample]) -> list[Sample]:
     """Runs no model worth the name: random answers, every second one said to be right, proofs of random bytes."""
     rng = np.random.default_rng([slot.folder, slot.place])
@@ -115,6 +144,7 @@ class Stale:
 CHEATS: dict[str, Callable[[Bench], Maker]] = {
     "rewards-inverted": lambda bench: Edited(bench, _inverted),
     "answers-picked": lambda bench: Edited(bench, _picked),
+    "answers-cut": lambda bench: Edited(bench, _cut),
     "noise": lambda bench: Edited(bench, _noise),
     "weights-stale": lambda bench: Stale(bench),
 }
