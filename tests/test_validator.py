@@ -211,6 +211,27 @@ def test_a_check_that_breaks_is_no_verdict_and_the_validator_lives_on(
     assert [record.accepted for record in court.records] == [True, True]
 
 
+def test_what_got_no_verdict_is_judged_when_it_is_sent_again(engines: RealEngines, honest: list[Submission]) -> None:
+    real = engines.checker(SwarmPlan(run_seed=1, agreement=engines.agreement, assignments=1))
+
+    class BreaksOnce:
+        work, precheck = staticmethod(real.work), staticmethod(real.precheck)
+        broken = 0
+
+        def check(self, prompts: Any, submissions: Any) -> Any:
+            self.broken += 1
+            if self.broken <= 1:
+                raise MemoryError("out of memory")
+            return real.check(prompts, submissions)
+
+    court = Court(engines, BreaksOnce())
+    (first,) = court.judge([signed(honest[0])])
+    assert (first.code, first.decided) == ("no_verdict", False) and court.records == []
+    (second,) = court.judge([signed(honest[0])])
+    assert (second.code, second.decided, second.duplicate) == ("ok", True, False)
+    assert [record.accepted for record in court.records] == [True]
+
+
 class _Forgetful(dict):  # type: ignore[type-arg]
     """A dict that never remembers."""
 

@@ -177,7 +177,7 @@ class Validator:
             self.journal("submitted", worker=source, submission=identifier, tokens=submission.tokens.size)
             self._queue.append((identifier, submission))
             self._arrived.set()
-        await self._judged[identifier].wait()
+        await self._judged[identifier].wait()  # where no verdict came of it, it may be sent again
         verdict = self._verdicts[identifier]
         if duplicate:
             verdict = Verdict(
@@ -295,7 +295,11 @@ class Validator:
         for entry in self._entries(submission, verdict):
             await self._tell_ledger(entry)
         self._verdicts[verdict.submission_id] = verdict
-        self._judged[verdict.submission_id].set()
+        judged = self._judged[verdict.submission_id]
+        if not verdict.decided:
+            del self._judged[verdict.submission_id]
+            del self._slots[submission.public_key, submission.step, submission.counter, submission.index]
+        judged.set()
 
     def _entries(self, submission: Submission, verdict: Verdict) -> list[RecordVerdict]:
         """What the ledger is told now: this verdict, or where groups count, the credits of a group that is complete."""
