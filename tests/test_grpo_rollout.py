@@ -149,6 +149,7 @@ NAN, INF = float("nan"), float("inf")
         ("output_logprobs", [-1.0, None, -1.0, -1.0, -1.0, -1.0], "has a null element"),
         ("output_logprobs", [-1.0] * 5, "has 5 values for 6 tokens"),
         ("input_logprobs", [0.0] * 9, "has 9 values for 4 tokens"),
+        ("input_logprobs", [0.0, 0.0, -1.5, 0.0], "is -1.5, expected 0"),
         ("output_tokens", [], "is empty"),
         ("output_tokens", [1, 2, 3, 4, 5, -1], "has token -1"),
         ("input_tokens", [1, 2, 3, 1 << 20], "has token 1048576"),

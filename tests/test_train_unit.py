@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from refimpl.grpo.messages import Offer, SlotGiven
-from refimpl.grpo.rollout import Sample
+from refimpl.grpo.rollout import SCHEMA, Sample, _to_parquet
+from refimpl.messages import Blob
 from refimpl.tasks.scorer import own_rewards
 from refimpl.training.bench import Bench, packed
 from refimpl.training.cheats import CHEATS, forged
@@ -49,11 +53,11 @@ def cut(rows: list[Sample]) -> list[Sample]:
 
 
 def other_token(rows: list[Sample]) -> list[Sample]:
-    """Another wrong first digit: the reward stays what it was, the proof does not."""
+    """Another wrong first digit, in tokens and text: the reward stays what it was, the proof does not."""
     row = next(i for i, sample in enumerate(rows) if sample.task_reward == 0.0)
     tokens = rows[row].output_tokens.copy()
     tokens[0] = 3 + (tokens[0] - 3 + 5) % 10
-    return edited(row, output_tokens=tokens)(rows)
+    return edited(row, output_tokens=tokens, completion=str(tokens[0] - 3) + rows[row].completion[1:])(rows)
 
 
 def test_an_honest_unit_passes_and_is_the_same_every_time(bench: Bench, honest: list[Sample]) -> None:
@@ -100,6 +104,42 @@ def test_a_forged_reward_and_a_picked_answer_are_named(behaviour: str, code: str
 def long_bench() -> Bench:
     """Answers of 16 tokens, most of which the length limit ends."""
     return Bench(small_plan(max_age=2, task="sorting", new_tokens_max=16), score=own_rewards)
+
+
+FALSE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "input_tokens": (lambda ids: [*ids[:-1], ids[-1] ^ 1], "wrong_problem"),
+    "output_tokens": (lambda ids: [*ids[:7], 3 + (ids[7] - 2) % 10, *ids[8:]], "bad_answer"),  # not its text's
+    "input_logprobs": (lambda numbers: [*numbers[:-1], -0.5], "bad_file"),
+    "output_logprobs": (lambda numbers: [*numbers[:7], numbers[7] - 3.0, *numbers[8:]], "bad_proof"),
+    "prompt": (lambda text: text + " ", "wrong_problem"),
+    "problem_id": (lambda text: text[:-1] + "x", "wrong_problem"),
+    "completion": (lambda text: text + "0", "bad_answer"),
+    "advantages": (lambda number: number + 0.001, "wrong_reward"),
+    "rewards": (lambda number: 0.001 + number, "wrong_reward"),
+    "task_rewards": (lambda number: 1.0 - number, "wrong_reward"),
+    "length_penalties": (lambda number: number + 0.001, "wrong_reward"),
+    "proofs": (lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), "bad_proof"),
+    "step": (lambda number: number + 1, "wrong_version"),
+    "target_lengths": (lambda number: number + 1, "wrong_problem"),
+    "task_type": (lambda text: "addition", "wrong_problem"),
+    "seed": (lambda number: number + 1, "wrong_problem"),
+    "temperature": (lambda number: number * 0.5, "wrong_problem"),
+}
+"""Each column's false value, in one row of an honest file, and what a checker says of it."""
+
+
+@pytest.mark.parametrize("column", FALSE)
+def test_a_false_value_in_any_column_is_found(column: str, long_bench: Bench) -> None:
+    assert set(FALSE) == set(SCHEMA.names)
+    made, (falsify, code) = long_bench.make(SLOT, KEY, 0), FALSE[column]
+    rows = pq.read_table(io.BytesIO(made.file.data or b"")).to_pylist()
+    row = next(row for row in rows if len(row["output_tokens"]) == 16)
+    honest = row[column]
+    row[column] = falsify(honest)
+    assert row[column] != honest
+    data = _to_parquet(pa.Table.from_pylist(rows, schema=SCHEMA))
+    finding = long_bench.inspect(Offer(KEY, SLOT, "", Blob(len(data), "", data)))
+    assert finding.code == code, finding.reason
 
 
 @pytest.mark.parametrize("length", [2, 6, 10, 15, 16])

@@ -34,7 +34,7 @@ SCHEMA = pa.schema(
     [
         ("input_tokens", pa.list_(pa.int32())),
         ("output_tokens", pa.list_(pa.int32())),
-        ("input_logprobs", pa.list_(pa.float32())),  # zeros
+        ("input_logprobs", pa.list_(pa.float32())),  # zeros, and nothing else
         ("output_logprobs", pa.list_(pa.float32())),
         ("prompt", pa.string()),
         ("problem_id", pa.string()),
@@ -270,6 +270,11 @@ def _check_tokens(flat: dict[str, npt.NDArray], lengths: dict[str, npt.NDArray],
         if (flat[name] > LOGPROB_MAX).any():
             at = _first(flat[name] > LOGPROB_MAX)
             _refuse(name, _row_of(at, lengths[name]), f"is {flat[name][at]}, which is no log-probability")
+    if flat["input_logprobs"].any():
+        at = _first(flat["input_logprobs"] != 0)
+        _refuse(
+            "input_logprobs", _row_of(at, lengths["input_logprobs"]), f"is {flat['input_logprobs'][at]}, expected 0"
+        )
 
 
 def _one(table: pa.Table, name: str) -> pa.Array:

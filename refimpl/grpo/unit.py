@@ -1,8 +1,9 @@
 """One unit of work: a file of whole groups of answers, as its maker builds it and as its checker takes it apart.
 
 Nothing in a file is left to its maker but the dice, and these are seeded. The slot decides the problems, the seed of
-each answer and its target length; the verifier decides the reward; rewards decide the advantages. So a checker can say
-of every column what must stand there, and the proofs answer for the rest: tokens and log-probabilities.
+each answer and its target length; the verifier decides the reward; rewards decide the advantages; the tokens decide the
+text. So a checker can say of every column what must stand there, and for the rest, tokens and log-probabilities, a
+replay answers: with the proofs, and with the seeds.
 
 Differs from the original (prime-rl, April 2025): there the checker took rewards, advantages and target lengths as they
 came; here they are computed again and must be equal.
@@ -28,8 +29,8 @@ CODES = {
     "bad_file": "not a rollout file, or not the one that its key names",
     "bad_shape": "not the rows that a unit has",
     "wrong_version": "weights that the slot does not allow, or several",
-    "wrong_problem": "not the problems, prompts or seeds that the slot decides",
-    "bad_answer": "too long, or with tokens after its end, or cut short",
+    "wrong_problem": "not the problems, prompts, targets or seeds that the slot decides",
+    "bad_answer": "too long, or with tokens after its end, or cut short, or with a text that is not its tokens'",
     "wrong_reward": "not the rewards or advantages that the verifier gives",
     "bad_proof": "the proofs do not fit the answers",
     "wrong_seed": "tokens that the slot's seeds do not give",
@@ -164,8 +165,12 @@ def check_rows(
         question = brief.questions[row]
         if sample.step != version:
             return "wrong_version", f"row {row} was made with weights {sample.step}, row 0 with {version}"
-        if sample.problem_id != question.problem_id or not np.array_equal(sample.input_tokens, question.prompt):
-            return "wrong_problem", f"row {row} answers {sample.problem_id!r}, the slot gives {question.problem_id!r}"
+        if sample.problem_id != question.problem_id:
+            return "wrong_problem", f"row {row} answers {_short(sample.problem_id)}, not {question.problem_id!r}"
+        if sample.task_type != question.task:
+            return "wrong_problem", f"row {row} is of task {_short(sample.task_type)}, not {question.task!r}"
+        if sample.prompt != question.text or not np.array_equal(sample.input_tokens, question.prompt):
+            return "wrong_problem", f"row {row} has another prompt than {question.problem_id!r}"
         if sample.seed != brief.seeds[row] or sample.target_length != brief.targets[row]:
             return "wrong_problem", f"row {row} has another seed or target length than the slot gives"
         if np.float32(sample.temperature) != np.float32(rules.temperature):
@@ -177,6 +182,19 @@ def check_rows(
             return "bad_answer", f"row {row} goes on after its end token"
         if int(sample.output_tokens[-1]) not in ends and length < rules.new_tokens_max:
             return "bad_answer", f"row {row} was cut after {length} tokens, without an end token"
+    return None
+
+
+def _short(text: str) -> str:
+    """A stranger's word, in a sentence."""
+    return repr(text[:64])
+
+
+def check_texts(samples: Sequence[Sample], texts: Sequence[str]) -> tuple[str, str] | None:
+    """Whether each row's text is that of its tokens: `texts`."""
+    for row, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+        if sample.completion != text:
+            return "bad_answer", f"row {row} says {_short(sample.completion)}, its tokens {_short(text)}"
     return None
 
 
