@@ -299,6 +299,7 @@ def test_the_checker_can_fail() -> None:
     assert "at age 2, allowed 0 to 1" in violations(good, 1)[0]
     assert "had trained" in violations([*good, good[-1]], 2)[0]
     assert "trained after version 3" in violations([*good, Trained(version=5, key="x", oldest_version=5)], 2)[0]
+    assert violations([Trained(version=1, key="x", oldest_version=1)], 2) == ["version 1 was trained before any other"]
     assert "at age -1" in violations([Trained(version=0, key="x", oldest_version=1)], 2)[0]
 
 

@@ -129,8 +129,10 @@ def test_checkers_see_what_is_trained_twice_or_lost_or_unverified() -> None:
 
 
 def test_checkers_see_a_version_that_is_left_out_without_a_word() -> None:
-    made = [Trained(version=v, key=str(v), oldest_version=v) for v in (0, 2)]
-    assert list(no_version_is_left_out(view([], made)))
+    made = [Trained(version=v, key=str(v), oldest_version=v) for v in range(3)]
+    assert not list(no_version_is_left_out(view([], made)))
+    assert list(no_version_is_left_out(view([], [made[0], made[2]])))
+    assert list(no_version_is_left_out(view([], made[1:]))), "the first"
     out = [{"kind": "out", "checkpoint": checkpoint} for checkpoint in (0, 2)]
     assert list(no_version_is_left_out(view(out, [])))
     assert list(no_version_is_left_out(view(story(3, 2), [])))  # the rule names version 1

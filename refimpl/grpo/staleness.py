@@ -402,7 +402,7 @@ def violations(trained: Iterable[Trained], max_age: int) -> list[str]:
     order. No unit older than `max_age`; none trained twice; no version skipped or repeated out of turn."""
     found: list[str] = []
     seen: dict[str, int] = {}
-    newest = 0
+    newest = -1
     for unit in trained:
         age = unit.version - unit.oldest_version
         if not 0 <= age <= max_age:
@@ -410,7 +410,8 @@ def violations(trained: Iterable[Trained], max_age: int) -> list[str]:
         if unit.key in seen:
             found.append(f"version {unit.version} trained {unit.key}, which version {seen[unit.key]} had trained")
         if unit.version not in (newest, newest + 1):
-            found.append(f"version {unit.version} was trained after version {newest}")
+            when = f"after version {newest}" if newest >= 0 else "before any other"
+            found.append(f"version {unit.version} was trained {when}")
         newest = max(newest, unit.version)
         seen[unit.key] = unit.version
     return found

@@ -111,10 +111,11 @@ def none_is_lost_after_acceptance(view: TrainingView) -> Iterator[str]:
 def no_version_is_left_out(view: TrainingView) -> Iterator[str]:
     """Versions are made and published one after another; who generates with other weights than the rule names has said
     so."""
-    newest = 0
+    newest = -1
     for unit in view.trained():
         if unit.version not in (newest, newest + 1):
-            yield f"version {unit.version} was trained after version {newest}"
+            when = f"after version {newest}" if newest >= 0 else "before any other"
+            yield f"version {unit.version} was trained {when}"
         newest = max(newest, unit.version)
     newest = -1
     for checkpoint in view.facts.out:
