@@ -49,7 +49,7 @@ bench: $(STAMP) $(SMOLLM2)/config.json ## side-by-side speed against the peers t
 	@echo "toploc, flows, grpo_step and shardcast compare with peers of their own environments, shardcast_delta needs checkpoints: --help says how"
 
 arena: $(STAMP) $(SMOLLM2)/config.json ## every attack before every verifier: tables and pictures in experiments/arena
-	@$(RUN) -m refimpl.arena run tiny && $(RUN) -m refimpl.arena run smollm2
+	@for setting in tiny smollm2; do for what in cost run noise; do $(RUN) -m refimpl.arena $$what $$setting || exit 1; done; done; $(RUN) -m refimpl.arena submissions
 
 regress: $(STAMP) $(SMOLLM2)/config.json ## fails if a verifier detects less than experiments/baselines/detection.json
 	@$(RUN) -m refimpl.arena regress

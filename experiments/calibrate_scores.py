@@ -1,7 +1,7 @@
 """Makes the calibrated engine's table from runs with the real engine: what the validator saw of each behaviour.
 
-    make sim SCENARIO=adversarial
-    python experiments/calibrate_scores.py runs/adversarial-1 [more runs] --into sim/tables/smollm2.json
+    make sim SCENARIO=toploc-alone
+    python experiments/calibrate_scores.py runs/toploc-alone-1 [more runs] --into sim/tables/smollm2.json
 
 Several runs add up. The table names the runs and the hash of each log.
 """

@@ -166,8 +166,11 @@ class CalibratedChecker:
     def check(self, prompts: Sequence[Sequence[int]], submissions: Sequence[Submission]) -> list[Any]:
         outcomes: list[Verification] = []
         for submission in submissions:
-            chunks = self._seen(submission).chunks
-            outcomes.append(judge(chunks, self.thresholds))
+            seen = self._seen(submission)
+            outcome = judge(seen.chunks, self.thresholds)
+            if outcome.accepted and seen.code not in ("ok", "mismatch", "drift"):  # not for its scores
+                outcome = Verification(accepted=False, reason=f"{seen.code}: as measured", chunks=seen.chunks)
+            outcomes.append(outcome)
         return outcomes
 
     def _seen(self, submission: Submission) -> Seen:
