@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from refimpl.grpo import vault as vault_module
 from refimpl.grpo.vault import WEIGHTS, Vault, VaultError
 from refimpl.tasks.scorer import own_rewards
 from refimpl.training.plain import PlainRun, run_plain
@@ -140,6 +142,44 @@ def test_without_a_verifier_the_cheat_is_trained(tmp_path: Path) -> None:
     run.run(run.finish())
     assert not run.of("denied")
     assert differs(run) != ""
+
+
+@pytest.mark.parametrize("fails", ["json", "parquet", "sync"])
+def test_a_file_that_the_disk_does_not_take_counts_for_nothing(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two are refused, with the reason; their places are filled by others, and nothing of them is left."""
+    left, write, tried = [2], vault_module._write, []
+
+    def full(path: Path, data: bytes) -> None:
+        if (
+            path.parent.parent.name != "accepted"
+            or not left[0]
+            or path.suffix != f".{fails.replace('sync', 'parquet')}"
+        ):
+            write(path, data)
+            return
+        left[0] -= 1
+        tried.append(path)
+        if fails == "sync":  # the rename is done, and may not last
+            write(path, data)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(vault_module, "_write", full)
+    run = TrainingRun(small_plan(steps=2), tmp_path)
+
+    async def main() -> None:
+        await run.until(lambda: len(tried) == 2)
+        assert not any(path.exists() for path in tried)
+        await run.finish()
+
+    run.run(main())
+    check_promises(run)
+    assert differs(run) == ""
+    refused = run.of("not_kept")
+    assert len(refused) == 2 and all("No space left on device" in note["reason"] for note in refused)
+    told = [note["reason"] for note in run.of("judgement", code="no_verdict")]
+    assert len(told) == 2 and all("could not be kept" in reason for reason in told)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:

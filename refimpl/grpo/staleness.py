@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -255,12 +255,13 @@ class Pacer:
         tokens: int,
         filtered_samples: int = 0,
         filtered_tokens: int = 0,
+        keep: Callable[[Unit], None] = lambda unit: None,
     ) -> Verdict:
-        """Judge a unit that passed verification. Its content counts once, whatever slots it comes in by."""
+        """Judge a unit that passed verification. Its content counts once, whatever slots it comes in by. `keep(unit)`
+        makes an accepted one safe before it counts; where it raises, the books are as they were."""
         slot = self.slot(slot_index)
         if slot is None or slot.worker != worker or oldest_version > self.version:
             return Verdict.DUPLICATE if key in self._keys else Verdict.REFUSED
-        self.give_up(slot_index)
         unit = Unit(
             slot=slot,
             key=key,
@@ -270,7 +271,9 @@ class Pacer:
             filtered_samples=filtered_samples,
             filtered_tokens=filtered_tokens,
         )
-        return self._judge(unit)
+        verdict = self._judge(unit, keep)
+        self.give_up(slot_index)
+        return verdict
 
     def give_up(self, slot_index: int) -> None:
         """The unit of this slot failed verification, or its worker left: another slot may take its place."""
@@ -288,7 +291,7 @@ class Pacer:
         self.give_up(slot.index)
         return self._judge(unit)
 
-    def _judge(self, unit: Unit) -> Verdict:
+    def _judge(self, unit: Unit, keep: Callable[[Unit], None] = lambda unit: None) -> Verdict:
         folder = unit.slot.folder
         if unit.key in self._keys:
             verdict = Verdict.DUPLICATE
@@ -297,6 +300,7 @@ class Pacer:
         elif folder < self.version or self._full(folder) or self._filled(unit.slot):
             verdict = Verdict.SURPLUS
         else:
+            keep(unit)
             self._keep(unit)
             self._keys[unit.key] = unit.oldest_version
             self.books.lose("filtered", unit.filtered_samples, unit.filtered_tokens)

@@ -72,7 +72,7 @@ class Records(Protocol):
         ...
 
     def accept(self, unit: Unit, file: Blob) -> None:
-        """When this returns, the file is safe."""
+        """When this returns, the file is safe. Raises OSError where it cannot be kept, and then nothing of it is."""
         ...
 
     def accepted(self) -> list[Unit]: ...
@@ -293,31 +293,25 @@ class Trainer:
             raise Refused(f"the file cannot be read: {error}") from error
         useful = [row for row in rows if row.advantage != 0.0 or not self.config.online_filter]
         tokens, all_tokens = (sum(len(row.output_tokens) for row in some) for some in (useful, rows))
-        unit = Unit(
-            slot=slot,
-            key=word.key,
-            oldest_version=min(row.step for row in rows),
-            samples=len(useful),
-            tokens=tokens,
-            filtered_samples=len(rows) - len(useful),
-            filtered_tokens=all_tokens - tokens,
-        )
-        # no await from here to the disk: what is in the books is in the vault
-        verdict = self.pacer.hand_in(
-            slot.index,
-            slot.worker,
-            key=unit.key,
-            oldest_version=unit.oldest_version,
-            samples=unit.samples,
-            tokens=unit.tokens,
-            filtered_samples=unit.filtered_samples,
-            filtered_tokens=unit.filtered_tokens,
-        )
+        try:  # no await from here to the end: what is in the books is in the vault
+            verdict = self.pacer.hand_in(
+                slot.index,
+                slot.worker,
+                key=word.key,
+                oldest_version=min(row.step for row in rows),
+                samples=len(useful),
+                tokens=tokens,
+                filtered_samples=len(rows) - len(useful),
+                filtered_tokens=all_tokens - tokens,
+                keep=lambda unit: self.vault.accept(unit, word.file),
+            )
+        except OSError as error:  # a full disk, say
+            self.journal("not_kept", slot=slot.index, folder=slot.folder, key=word.key, reason=str(error))
+            raise Refused(f"the file could not be kept: {error}") from error
         if verdict is Verdict.ACCEPTED:
-            self.vault.accept(unit, word.file)
-            self._rows[unit.key] = rows
-        self._verdicts[unit.key] = (slot.folder, verdict)
-        self.journal("taken", slot=slot.index, folder=slot.folder, key=unit.key, verdict=verdict.value)
+            self._rows[word.key] = rows
+        self._verdicts[word.key] = (slot.folder, verdict)
+        self.journal("taken", slot=slot.index, folder=slot.folder, key=word.key, verdict=verdict.value)
         self._poke()
         return Receipt(verdict.value)
 

@@ -64,13 +64,19 @@ class Vault:
         return decode_rollouts(_bytes(file), self.limits)
 
     def accept(self, unit: Unit, file: Blob) -> None:
-        """When this returns, the file is on disk for good."""
+        """When this returns, the file is on disk for good. Raises OSError, and then nothing of it is there."""
         folder = self.root / "accepted" / str(unit.slot.folder)
         folder.mkdir(exist_ok=True)
         entry = {"sequence": self._sequence, "unit": asdict(unit)}
         self._sequence += 1
-        _write(folder / f"{unit.key}.json", json.dumps(entry).encode())
-        _write(folder / f"{unit.key}.parquet", _bytes(file))
+        note, whole = folder / f"{unit.key}.json", folder / f"{unit.key}.parquet"
+        try:
+            _write(note, json.dumps(entry).encode())
+            _write(whole, _bytes(file))
+        except OSError:
+            for path in (whole, note):
+                path.unlink(missing_ok=True)
+            raise
 
     def accepted(self) -> list[Unit]:
         """All units that are on disk, in the order in which they were taken."""
@@ -164,11 +170,14 @@ def _bytes(file: Blob) -> bytes | memoryview:
 
 def _write(path: Path, data: bytes | memoryview) -> None:
     hidden = path.with_name(f"{PARTIAL}{path.name}")
-    with hidden.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.replace(path)
+    try:
+        with hidden.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.replace(path)
+    finally:
+        hidden.unlink(missing_ok=True)  # it is there only where the disk was full
     _sync(path.parent)
 
 
