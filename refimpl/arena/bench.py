@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -54,14 +54,11 @@ class Setting:
     sequences: int  # a cell
     honest_sequences: int  # in each honest cell
     calibration_sequences: int  # in each honest cell, apart from those judged
-    claims: tuple[str, ...] = ()  # attacks of which a rate is claimed, so that their cells need more
-    claim_sequences: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)  # of single behaviours, where it is another
 
     def count(self, behaviour: str) -> int:
         """Sequences of this behaviour's cell."""
-        if behaviour in self.claims:
-            return self.claim_sequences
-        return self.sequences if behaviour in ATTACKS else self.honest_sequences
+        return self.counts.get(behaviour, self.sequences if behaviour in ATTACKS else self.honest_sequences)
 
     def agreement(self) -> Agreement:
         return Agreement(
@@ -96,18 +93,20 @@ SETTINGS: dict[str, Setting] = {
         top_p=0.95,
         batch=64,
         sequences=32,
-        honest_sequences=128,
+        honest_sequences=160,
         calibration_sequences=64,
-        claims=(
-            "weights-4bit",
-            "layers-skipped",
-            "other-checkpoint",
-            "prompt-altered",
-            "wrong-seed",
-            "greedy",
-            "cheap-tokens",
-        ),
-        claim_sequences=192,
+        counts={
+            "honest": 192,
+            "honest-batch1": 32,  # slow
+            RECOMPUTED: 64,
+            "weights-4bit": 192,  # a rate is claimed of these
+            "layers-skipped": 192,
+            "other-checkpoint": 192,
+            "prompt-altered": 192,
+            "wrong-seed": 192,
+            "greedy": 192,
+            "cheap-tokens": 192,
+        },
     ),
 }
 

@@ -105,7 +105,7 @@ def saved_share(bench: Bench, behaviour: str, count: int) -> float:
         units = sum(len(sent) if whole_answers else max(len(one.tokens) for one in sent) for _, sent in made)
         return sum(spent for spent, _ in made) / units
 
-    honest = bench.batches("honest", min(count, bench.setting.honest_sequences))
+    honest = bench.batches("honest", min(count, bench.setting.count("honest")))
     return 1.0 - cost(bench.batches(behaviour, count)) / cost(honest)
 
 
