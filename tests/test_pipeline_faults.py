@@ -207,6 +207,24 @@ def test_the_head_dies_and_its_requests_finish(checkpoint, truth, tmp_path):
     assert len(drawn) == sum(NEW), "every token is on the record once"
 
 
+def test_a_head_goes_on_from_any_cut_of_its_record(checkpoint, tmp_path):
+    """Killed after any record, between a last token and its "done" too: the next head starts, and gives the same
+    answers, each token on the record once. One request ends at its length, one at a stop token, one with its first."""
+    path, prompts, new = tmp_path / "requests.jsonl", prompts_of([3, 9, 5]), [6, 9, 1]
+    free = SmallRing(checkpoint, 1, temperature=0.9).answer(prompts, new)[0]
+    stop = free[1][4]
+    fields = {"temperature": 0.9, "stop_tokens": frozenset({stop})}
+    answers, _, reasons = SmallRing(checkpoint, 1, log=RequestLog(path), **fields).answer(prompts, new)
+    assert reasons[1] == "stop" and "length" in reasons
+    lines = path.read_bytes().splitlines(keepends=True)
+    for count in range(len(lines) + 1):
+        path.write_bytes(b"".join(lines[:count]))
+        said = SmallRing(checkpoint, 1, log=RequestLog(path), **fields).answer(prompts, new)
+        assert (said[0], said[2]) == (answers, reasons)
+        again = RequestLog(path)
+        assert not again.unfinished() and [kept.answer for kept in again.requests.values()] == answers
+
+
 def test_the_record_survives_any_cut(tmp_path):
     """Cut off at any byte, the record reads back as a prefix of what was written, and can be written on."""
     path = tmp_path / "log"

@@ -197,17 +197,20 @@ class Head:
         return kept
 
     def _queue(self, kept: Kept) -> None:
-        self._done[kept.number] = self.world.signal()
-        self.schedule.submit(
-            Request(
-                id=kept.number,
-                prompt=kept.prompt,
-                max_new_tokens=kept.max_new_tokens,
-                seed=kept.seed,
-                stop_tokens=self.config.stop_tokens,
-                answer=tuple(kept.answer),
-            )
+        """Go on with a request, or say that it is done where an earlier head drew its last token and got no further."""
+        request = Request(
+            id=kept.number,
+            prompt=kept.prompt,
+            max_new_tokens=kept.max_new_tokens,
+            seed=kept.seed,
+            stop_tokens=self.config.stop_tokens,
+            answer=tuple(kept.answer),
         )
+        if reason := request.end(request.answer):
+            self.log.done(kept.number, reason)
+            return
+        self._done[kept.number] = self.world.signal()
+        self.schedule.submit(request)
 
     async def _complete(self, source: str, message: Complete) -> Message:
         if len({len(message.ids), len(message.prompts), len(message.max_new_tokens), len(message.seeds)}) != 1:

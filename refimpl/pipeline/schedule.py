@@ -47,6 +47,12 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     answer: tuple[int, ...] = ()  # what an earlier run of this request has made already
 
+    def end(self, answer: Sequence[int]) -> str:
+        """Why this answer is complete: "stop" (its last token is a stop token) or "length"; empty if it is not."""
+        if answer and answer[-1] in self.stop_tokens:
+            return "stop"
+        return "length" if len(answer) >= self.max_new_tokens else ""
+
 
 @dataclass(frozen=True, slots=True)
 class PassRow:
@@ -256,10 +262,9 @@ class HeadSchedule:
         for request_id, token in zip(drawing, tokens, strict=True):
             row = rows[request_id]
             row.answer.append(int(token))
-            stopped = token in row.request.stop_tokens
-            if stopped or len(row.answer) == row.request.max_new_tokens:
+            if reason := row.request.end(row.answer):
                 batch.ended.append(request_id)
-                finished.append(Finished(request_id, tuple(row.answer), "stop" if stopped else "length"))
+                finished.append(Finished(request_id, tuple(row.answer), reason))
         return finished
 
     def answers(self) -> dict[int, tuple[int, ...]]:
