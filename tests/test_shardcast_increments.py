@@ -12,6 +12,7 @@ import pytest
 from refimpl.messages import Blob
 from refimpl.shardcast.disk_store import DiskStore, layout_of
 from refimpl.shardcast.layout import Layout
+from refimpl.shardcast.manifest import Manifest
 from refimpl.shardcast.origin import virtual_shards
 from refimpl.shardcast.shelf import MemoryStore
 from refimpl.worlds.http import HttpFabric
@@ -76,12 +77,7 @@ def test_a_chain_of_increments_leads_over_the_versions_between() -> None:
         await tree.origin.publish(LARGE, virtual_shards("content 0", LARGE))
         await wait_until(tree, lambda: all(0 in client.complete for client in tree.clients))
         # one client is brought to version 0 and hears nothing of what comes next
-        manifest = tree.clients[0].puller.known.held[0]
-        shelf = sleeper.store.begin(manifest.header)
-        for index, sha256 in enumerate(manifest.shards_sha256):
-            shelf.write(index, 0, Blob(manifest.layout.shard_size(index), sha256.hex()), "")
-            shelf.check(index, sha256)
-        sleeper.restore([manifest])
+        hold_from_before(sleeper, tree.clients[0].puller.known.held[0])
         for version in (1, 2, 3):
             await tree.origin.publish(LARGE, virtual_shards(f"content {version}", LARGE))
             await wait_until(tree, lambda v=version: all(v in client.complete for client in tree.clients))
@@ -91,6 +87,50 @@ def test_a_chain_of_increments_leads_over_the_versions_between() -> None:
     tree.fabric.run(main())
     steps = [(note["base"], note["target"]) for note in tree.of("applied") if note["node"] == "client1"]
     assert list(dict.fromkeys(steps)) == sorted(set(steps)) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_relay_too_goes_on_along_a_chain_after_a_restart() -> None:
+    """The version between is kept and served, so that the next increment has its base."""
+    tree = Tree(sim_fabric(run_seed=2), increments=1, clients=1)
+    sleeper = tree.relays.pop()
+
+    async def main() -> None:
+        tree.start()
+        await tree.origin.publish(LARGE, virtual_shards("content 0", LARGE))
+        await wait_until(tree, lambda: 0 in tree.clients[0].complete)
+        hold_from_before(sleeper, tree.clients[0].puller.known.held[0])
+        for version in (1, 2):
+            await tree.origin.publish(LARGE, virtual_shards(f"content {version}", LARGE))
+            await wait_until(tree, lambda v=version: v in tree.clients[0].complete)
+        sleeper.puller.journal = few_routes(sleeper.puller.journal)
+        sleeper.world.spawn(sleeper.run(), "wakes")
+        await wait_until(tree, lambda: 2 in sleeper.puller.known.held)
+
+    tree.fabric.run(main())
+    assert [(note["base"], note["target"]) for note in tree.of("route") if note["node"] == "relay1"] == [(0, 1), (1, 2)]
+    assert sorted(sleeper.server.hoards) == sorted(sleeper.puller.known.held) == [0, 1, 2]
+
+
+def few_routes(journal: Any) -> Any:
+    """Ends the run when a node begins again and again (virtual time would stand still)."""
+    routes: list[int] = []
+
+    def note(kind: str, /, **fields: Any) -> None:
+        if kind == "route":
+            routes.append(fields["base"])
+        assert len(routes) < 10, routes
+        journal(kind, **fields)
+
+    return note
+
+
+def hold_from_before(role: Any, manifest: Manifest) -> None:
+    """This version is in the role's store, and it has been told of nothing newer."""
+    shelf = role.store.begin(manifest.header)
+    for index, sha256 in enumerate(manifest.shards_sha256):
+        shelf.write(index, 0, Blob(manifest.layout.shard_size(index), sha256.hex()), "")
+        shelf.check(index, sha256)
+    role.restore([manifest])
 
 
 def test_an_increment_as_large_as_half_the_file_is_not_offered() -> None:

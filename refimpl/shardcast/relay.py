@@ -91,8 +91,12 @@ class Relay:
         self.server.hold(hoard)
 
     def _complete(self, hoard: Hoard) -> None:
-        self.journal("relayed", version=hoard.header.version)
-        self.server.retire()
+        version = hoard.header.version
+        self.journal("relayed", version=version)
+        if version in self.server.hoards:
+            self.server.retire()
+        else:  # made on the way to a newer one, by a chain of increments: the next of them starts from it
+            self.server.hold(hoard)
         held = self.puller.known.held
         for version in set(held) - set(self.server.hoards):
             del held[version]
