@@ -42,6 +42,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--task", default=default.task)
     parser.add_argument("--level", type=int, default=default.level, help="of difficulty")
     parser.add_argument("--lr", type=float, default=default.learning_rate)
+    parser.add_argument("--warm-up", type=int, default=default.warm_up_steps, help="steps until that rate")
     parser.add_argument("--problems", type=int, default=default.problems_per_unit, help="per unit")
     parser.add_argument("--group", type=int, default=default.group, help="answers to each problem")
     parser.add_argument("--units", type=int, default=default.units_per_step, help="per version")
@@ -72,6 +73,7 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         task=options.task,
         level=options.level,
         learning_rate=options.lr,
+        warm_up_steps=options.warm_up,
         problems_per_unit=options.problems,
         group=options.group,
         units_per_step=options.units,
