@@ -21,6 +21,8 @@ def test_the_reward_of_a_shortened_run_rises_and_all_promises_are_kept(tmp_path:
     rewards = summary["rewards"]
     assert len(rewards) == 30 and summary["broken_promises"] == []
     assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.03
+    (began, before), *_, (ended, _) = summary["accuracies"]
+    assert (began, ended) == (0, 20) and before == summary["accuracy_first"] > 0.2
     assert summary["age_max"] == 2 and summary["denied"] == 0
     assert 0 < summary["overlap_share"] < 1
     assert {record["ph"] for record in json.loads((folder / "trace.json").read_text())["traceEvents"]} >= {"X", "M"}

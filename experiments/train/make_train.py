@@ -47,15 +47,16 @@ def table(summaries: list[dict[str, Any]]) -> str:
         f"`python -m refimpl.training --seed S`: {plan['steps']} versions of {answers} answers, k = {plan['max_age']}, "
         f"every node a process. Goal: accuracy {ACCURACY_GOAL}, reward {REWARD_GOAL}, {GOAL_S:.0f} s.",
         "",
-        "| seed | wall clock, s | processor, s | reward, first | reward, last 10 | held-out accuracy | age, mean (max) "
-        "| lost | idle: trainer, validator, workers | promises |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| seed | wall clock, s | processor, s | reward, first | reward, last 10 | accuracy, version 0 "
+        "| held-out accuracy | age, mean (max) | lost | idle: trainer, validator, workers | promises |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in summaries:
         idle = [one["idle_share"][node] for node in (plan["trainer"], plan["validator"], *plan["workers"])]
         lines.append(
             f"| {one['seed']} | {one['wall_s']:.0f} | {one['cpu_s']:.0f} | {one['reward_first']:.3f} "
-            f"| {one['reward_last_10']:.3f} | {one['accuracy']:.3f} | {one['age_mean']:.2f} ({one['age_max']}) "
+            f"| {one['reward_last_10']:.3f} | {one['accuracy_first']:.3f} | {one['accuracy']:.3f} "
+            f"| {one['age_mean']:.2f} ({one['age_max']}) "
             f"| {100 * one['lost_share']:.1f} % | {', '.join(f'{100 * share:.0f} %' for share in idle)} "
             f"| {'kept' if not one['broken_promises'] else '; '.join(one['broken_promises'])} |"
         )

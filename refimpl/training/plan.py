@@ -62,7 +62,7 @@ class TrainPlan:
     thresholds: str = "paper"
     denials_to_ban: int = 1
     # -- measurement --
-    evaluate_every: int = 20  # versions; 0: never
+    evaluate_every: int = 20  # versions, and before the first step; 0: never
     evaluate_problems: int = 256  # held out
     # -- names --
     trainer: str = "trainer"

@@ -31,7 +31,7 @@ class ProgressLine:
     def __call__(self, event: dict[str, Any]) -> None:
         if event["kind"] != "trained":
             return
-        self.accuracy = event.get("accuracy", self.accuracy)
+        self.accuracy = event.get("accuracy", event.get("accuracy_before", self.accuracy))
         self.rewards.append(event["reward_mean"])
         last, now_s = event["version"] == self.steps, time.monotonic()
         if self.out.isatty() or last or now_s - self._said_s >= self.every_s:
@@ -58,7 +58,6 @@ def conclude(plan: TrainPlan, folder: Path, wall_s: float) -> dict[str, Any]:
     steps = [event for event in events if event["kind"] == "trained"]
     finished = [event for event in events if event["kind"] == "finished"]
     recent = [event["reward_mean"] for event in steps[-10:]]
-    accuracies = [(event["version"], event["accuracy"]) for event in steps if "accuracy" in event]
     idle = idle_shares(events, nodes)
     summary = {
         "seed": plan.run_seed,
@@ -68,8 +67,9 @@ def conclude(plan: TrainPlan, folder: Path, wall_s: float) -> dict[str, Any]:
         "cpu_s": sum(event["cpu_s"] for event in events if event["kind"] == "used"),
         "reward_first": steps[0]["reward_mean"] if steps else None,
         "reward_last_10": sum(recent) / len(recent) if recent else None,
-        "accuracy": accuracies[-1][1] if accuracies else None,
-        "accuracies": accuracies,
+        "accuracy_first": next((event["accuracy_before"] for event in steps if "accuracy_before" in event), None),
+        "accuracy": next((event["accuracy"] for event in reversed(steps) if "accuracy" in event), None),
+        "accuracies": held_out(steps),
         "rewards": [event["reward_mean"] for event in steps],
         "age_mean": sum(event["age_mean"] for event in steps) / len(steps) if steps else None,
         "age_max": max((event["age_max"] for event in steps), default=None),
@@ -89,6 +89,12 @@ def conclude(plan: TrainPlan, folder: Path, wall_s: float) -> dict[str, Any]:
     return summary
 
 
+def held_out(steps: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(version, greedy accuracy), of the version that the run began with too, wherever it was measured."""
+    first = [(event["version"] - 1, event["accuracy_before"]) for event in steps if "accuracy_before" in event]
+    return first + [(event["version"], event["accuracy"]) for event in steps if "accuracy" in event]
+
+
 def describe(summary: dict[str, Any]) -> str:
     """The summary in a few lines."""
 
@@ -101,7 +107,8 @@ def describe(summary: dict[str, Any]) -> str:
         (
             f"{summary['versions']} versions in {summary['wall_s']:.0f} s (processor time {summary['cpu_s']:.0f} s)",
             f"mean sampled reward {number(summary['reward_first'])} -> {number(summary['reward_last_10'])} "
-            f"(last 10 versions); held-out greedy accuracy {number(summary['accuracy'])}",
+            f"(last 10 versions); held-out greedy accuracy {number(summary['accuracy_first'])} -> "
+            f"{number(summary['accuracy'])}",
             f"age of what was trained: mean {number(summary['age_mean'], 2)}, largest {summary['age_max']}; lost "
             f"{100 * (summary['lost_share'] or 0):.1f} %, length bias {number(summary['length_bias'], 4)}; "
             f"files denied: {summary['denied']}",
@@ -123,9 +130,8 @@ def plot_run(path: Path, steps: Sequence[dict[str, Any]], title: str) -> None:
         for i in range(len(steps))
     ]
     axis.plot(versions, smooth, color="#147", lw=2, label="the same, mean of ten")
-    held_out = [(event["version"], event["accuracy"]) for event in steps if "accuracy" in event]
-    if held_out:
-        axis.plot(*zip(*held_out, strict=True), "o-", color="#b41", label="held-out greedy accuracy")
+    if accuracies := held_out(steps):
+        axis.plot(*zip(*accuracies, strict=True), "o-", color="#b41", label="held-out greedy accuracy")
     axis.set_xlabel("version")
     axis.set_ylim(0, 1)
     axis.grid(alpha=0.25)

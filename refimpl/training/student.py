@@ -55,6 +55,9 @@ class Student:
 
     def learn(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """One version: the figures of its step, for people and plots."""
+        before: dict[str, Any] = {}
+        if self.evaluate_every and self.version == 0 and self.evaluate is not None:
+            before["accuracy_before"] = self.evaluate(self.decoder)  # where the run began
         ready = training_samples(samples, online_filter=self.online_filter)
         reports: list[StepReport] = []
         proximal = self.learner.logprobs(ready) if self.optimizer_steps > 1 else None
@@ -68,7 +71,7 @@ class Student:
                 )
             )
         self.version += 1
-        figures = batch_figures(samples) | step_figures(reports)
+        figures = before | batch_figures(samples) | step_figures(reports)
         figures["skipped_steps"] = self.learner.steps_skipped
         if self.evaluate_every and self.version % self.evaluate_every == 0:
             self._gather()
