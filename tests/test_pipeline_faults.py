@@ -1,5 +1,6 @@
 """A ring that breaks goes on: whatever dies, hangs or comes back, the tokens are those of a ring where nothing did."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,9 +8,9 @@ import pytest
 
 from refimpl.model.sampler import Sampling
 from refimpl.pipeline.messages import Hop
-from refimpl.pipeline.requests import RequestLog
+from refimpl.pipeline.requests import OtherRequest, RequestLog
 from refimpl.pipeline.stage import StageConfig
-from refimpl.world import CallError, Timeout
+from refimpl.world import CallError, Refused, Timeout
 from tests.small_ring import SmallRing, ask, make_checkpoint, one_process, prompts_of
 
 LENGTHS, NEW = [3, 17, 9, 6, 12], [20, 14, 23, 9, 18]
@@ -247,3 +248,39 @@ def test_the_record_survives_any_cut(tmp_path):
     path.write_bytes(whole)
     last = RequestLog(path)
     assert last.epoch == 3 and last.requests["a"].answer == [5, 7] and not last.unfinished()
+
+
+def test_a_record_answers_what_was_asked_and_nothing_else(checkpoint, tmp_path):
+    """The same id with another prompt, length or seed, or an id twice in one message: refused, and nothing is changed;
+    a head on other terms (temperature, stop tokens, dtype, model) does not start on the record."""
+    path = tmp_path / "requests.jsonl"
+    answers = SmallRing(checkpoint, 1, log=RequestLog(path)).answer(prompts_of([4]), [5], [9])[0]
+    written, (prompt,) = path.read_bytes(), prompts_of([4])
+    ring = SmallRing(checkpoint, 1, log=RequestLog(path))
+
+    async def main(ring):
+        reasons = []
+        for prompts, new, seeds in (
+            ([[*prompt[:-1], 60 - prompt[-1]]], [5], [9]),
+            ([prompt], [6], [9]),
+            ([prompt], [5], [8]),
+        ):
+            with pytest.raises(Refused) as refused:
+                await ring.client.call("s0", ask(prompts, new, seeds), 10)
+            reasons.append(refused.value.reason)
+        twice = ask([[1], [2]], [3, 3])
+        with pytest.raises(Refused, match="expected each once"):
+            await ring.client.call("s0", dataclasses.replace(twice, ids=("r7", "r7")), 10)
+        again = await ring.client.call("s0", ask([prompt], [5], [9]), 10)
+        return reasons, [answer.tolist() for answer in again.answers]
+
+    reasons, again = ring.run(main)
+    assert again == answers and [line for line in path.read_bytes().splitlines() if b"submit" in line] == [
+        line for line in written.splitlines() if b"submit" in line
+    ]
+    assert all(f"record {path}: request 'r0' is there with" in reason for reason in reasons)
+    assert "prompt (" in reasons[0] and reasons[1].endswith("max_new_tokens 5, now 6 is asked for")
+    assert reasons[2].endswith("seed 9, now 8 is asked for")
+    for terms in ({"temperature": 0.5}, {"stop_tokens": frozenset({3})}, {"dtype": "bfloat16"}, {"top_p": 0.5}):
+        with pytest.raises(OtherRequest, match=f"its answers have {next(iter(terms))} "):
+            SmallRing(checkpoint, 1, log=RequestLog(path), **terms)

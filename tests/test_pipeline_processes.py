@@ -73,6 +73,19 @@ def test_a_killed_process_leaves_no_trace(truth):
 
 
 @pytest.mark.slow
+def test_the_command_refuses_a_record_of_another_prompt(capsys, tmp_path):
+    """The old answer is not printed under a new question: one sentence, with the record and the request."""
+    base = ["--model", str(TINY), "--dtype", "float32", "--stages", "1", "--new-tokens", "6"]
+    base += ["--record", str(tmp_path / "record")]
+    assert main([*base, "--prompt", "12+34="]) == 0
+    answered = capsys.readouterr().out
+    assert main([*base, "--prompt", "12+35="]) == 1
+    said = capsys.readouterr()
+    assert "> 12+34=" in answered and ">" not in said.out
+    assert f"error: node 'stage0': record {tmp_path / 'record'}: request '0-0' is there with prompt (" in said.err
+
+
+@pytest.mark.slow
 def test_the_command_prints_answers(capfd):
     assert main(["--model", str(TINY), "--dtype", "float32", "--prompt", "12+34=", "--new-tokens", "6"]) == 0
     out = capfd.readouterr().out

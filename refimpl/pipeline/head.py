@@ -67,6 +67,16 @@ class Head:
     ) -> None:
         self.world, self.config, self.stage, self.journal = world, config, stage, journal
         self.log = log or RequestLog()
+        self.log.agree(
+            {
+                "checkpoint": stage.parts.checkpoint,
+                "dtype": config.dtype,
+                "temperature": config.temperature,
+                "top_k": config.sampling_top_k,
+                "top_p": config.top_p,
+                "stop_tokens": sorted(config.stop_tokens),
+            }
+        )
         self.ring = Ring(world, config, stage, nodes, journal, self.log.epoch, self.log.begin)
         self.schedule = HeadSchedule(
             micro_batches=config.micro_batches,
@@ -176,11 +186,14 @@ class Head:
     ) -> list[Kept]:
         """Answers to these prompts; an id that was asked for before is answered from the record.
 
-        Raises `TooLong` before any work when one of them does not fit a cache row, ValueError for one that asks for
-        nothing or has a token that the model does not know, `RingOver` when the ring ended first.
+        Raises `TooLong` before any work when one of them does not fit a cache row, `OtherRequest` when another request
+        has its id, ValueError for one that asks for nothing or has a token that the model does not know, `RingOver`
+        when the ring ended first.
         """
         wanted = list(zip(ids, prompts, max_new_tokens, seeds, strict=True))
-        fresh = [item for item in wanted if item[0] not in self.log.requests]
+        if len({request_id for request_id, *_ in wanted}) != len(wanted):
+            raise ValueError(f"ids are {list(ids)}, expected each once")
+        fresh = [item for item in wanted if not self.log.compare(*item)]
         for item in fresh:
             self.schedule.check(Request(id=0, prompt=tuple(item[1]), max_new_tokens=item[2]))
             if fault := self._foreign(item[1]):

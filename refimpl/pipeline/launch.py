@@ -128,6 +128,8 @@ class Child:
             answer = None
         if not isinstance(answer, dict):
             raise LaunchError(f"node {self.entry.name!r} said {line[:200]!r}, expected a JSON object")
+        if "error" in answer:
+            raise LaunchError(f"node {self.entry.name!r}: {answer['error']}")
         return answer
 
     def say(self, order: dict[str, Any]) -> None:

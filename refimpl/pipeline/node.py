@@ -121,7 +121,15 @@ def run_node(config: dict[str, Any]) -> int:
 
 
 async def run_head(world: World, stage: Stage, config: dict[str, Any], keys: Mapping[str, str], stop: Signal) -> None:
-    """The head: form the ring, answer the requests of the configuration, say them, and serve until told to stop."""
+    """The head: form the ring, answer the requests of the configuration, say them, and serve until told to stop. What
+    cannot be answered is said, as a sentence: {"error": ...}."""
+    try:
+        await _answer(world, stage, config, keys, stop)
+    except ValueError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+
+
+async def _answer(world: World, stage: Stage, config: dict[str, Any], keys: Mapping[str, str], stop: Signal) -> None:
     ring = {
         **config["ring"],
         "cuts": tuple(config["ring"]["cuts"]),

@@ -2,6 +2,7 @@
 
 One JSON record a line. A line that a crash cut short is the last one, and is dropped.
 
+    {"terms": {"checkpoint", "dtype", "temperature", ...}}      what the answers are of; a head of others is refused
     {"submit": {"id", "prompt", "max_new_tokens", "seed"}}      before any work
     {"draw": [[id, token, logprob], ...]}                       as passes come round
     {"cut": {id: tokens kept}}                                  answers cut back after a complaint
@@ -32,6 +33,10 @@ class Kept:
     reason: str = ""  # set once it is complete
 
 
+class OtherRequest(ValueError):
+    """What is asked for is not what the record has under this name. Takes exactly one argument: the sentence."""
+
+
 class RequestLog:
     """All requests of a head, in memory and, given a path, on disk."""
 
@@ -39,6 +44,8 @@ class RequestLog:
         self.requests: dict[str, Kept] = {}
         self.by_number: dict[int, Kept] = {}
         self.epoch = 0  # of the last ring that was formed, or tried
+        self.terms: dict[str, Any] = {}
+        self.name = "in memory" if path is None else str(path)
         self._file: TextIO | None = None
         if path is not None:
             target = Path(path)
@@ -77,6 +84,8 @@ class RequestLog:
                     del self.by_number[int(number)].answer[count:], self.by_number[int(number)].logprobs[count:]
             elif kind == "epoch":
                 self.epoch = value
+            elif kind == "terms":
+                self.terms = value
             elif kind == "done":
                 for number, reason in value.items():
                     self.by_number[int(number)].reason = reason
@@ -87,9 +96,33 @@ class RequestLog:
             self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
             self._file.flush()
 
+    def agree(self, terms: dict[str, Any]) -> None:
+        """All answers on the record are made on these terms (plain JSON values). Raises `OtherRequest` where those that
+        it has were made on others."""
+        if not self.terms:
+            self._write({"terms": terms})
+        for name, value in terms.items():
+            if self.terms.get(name) != value:
+                raise OtherRequest(
+                    f"record {self.name}: its answers have {name} {self.terms.get(name)!r}, here it is {value!r}"
+                )
+
+    def compare(self, request_id: str, prompt: Sequence[int], max_new_tokens: int, seed: int) -> bool:
+        """Is this request on the record? Raises `OtherRequest` where another one has its id."""
+        kept = self.requests.get(request_id)
+        if kept is None:
+            return False
+        for name, value in {"prompt": tuple(prompt), "max_new_tokens": max_new_tokens, "seed": seed}.items():
+            if getattr(kept, name) != value:
+                raise OtherRequest(
+                    f"record {self.name}: request {request_id!r} is there with {name} {_short(getattr(kept, name))}, "
+                    f"now {_short(value)} is asked for"
+                )
+        return True
+
     def submit(self, request_id: str, prompt: Sequence[int], max_new_tokens: int, seed: int) -> Kept:
-        """A new request, or the one that has this id already."""
-        if request_id not in self.requests:
+        """A new request, or the same one if it was submitted already. Raises `OtherRequest` as `compare` does."""
+        if not self.compare(request_id, prompt, max_new_tokens, seed):
             fields = {"id": request_id, "prompt": list(prompt), "max_new_tokens": max_new_tokens, "seed": seed}
             self._write({"submit": fields})
         return self.requests[request_id]
@@ -116,3 +149,9 @@ class RequestLog:
     def unfinished(self) -> list[Kept]:
         """Requests to go on with, oldest first."""
         return [kept for kept in self.requests.values() if not kept.reason]
+
+
+def _short(value: Any) -> str:
+    """For a sentence: the first 80 characters."""
+    said = str(value)
+    return said if len(said) <= 80 else f"{said[:80]}..."
