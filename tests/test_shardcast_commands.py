@@ -126,6 +126,27 @@ def test_an_order_that_is_not_signed_by_the_origins_key_is_refused(tree: Tree, t
     assert "not signed with the origin's key" in push.text
 
 
+def test_an_origin_that_is_started_again_goes_on_after_what_it_has_published(tmp_path: Path) -> None:
+    """No older file comes out again as a newer version."""
+    files = [tmp_path / name for name in ("a", "b", "c")]
+    for number, path in enumerate(files):
+        path.write_bytes(bytes([number]) * 1000)
+
+    def said(log: str, *paths: Path) -> str:
+        command = ("origin", *paths, "--run", "r", "--key", tmp_path / "key", "--store", tmp_path / "o")
+        with Process(tmp_path / log, *command) as origin:
+            origin.wait_for(f"version . is (out|{paths[-1]})")
+            if log != "again":
+                origin.wait_for(f"version {len(paths)} is out")
+            return origin.text
+
+    said("first", *files[:2])
+    again = said("again", *files[:2])
+    assert f"version 2 is {files[1]} already" in again and "is out" not in again
+    assert "version 1" not in (more := said("more", *files)) and "version 3 is out" in more
+    assert [path.name[:9] for path in sorted((tmp_path / "o").glob("v*"))] == ["v00000001", "v00000002", "v00000003"]
+
+
 def test_keys_are_made_once_and_kept_private(tmp_path: Path) -> None:
     made = load_or_make_key(tmp_path / "k")
     assert stat.S_IMODE((tmp_path / "k").stat().st_mode) == 0o600

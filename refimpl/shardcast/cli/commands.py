@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from refimpl.identity import Identity, verify
@@ -144,16 +144,28 @@ def run_origin(options: argparse.Namespace) -> int:
 
     async def main(world: HttpWorld, stop: Signal) -> int:
         notes.say(f"origin of run {options.run!r} at {world.url}, key {identity.public_key}")
-        for layout, files in orders:
-            held = [m for m in found if not m.header.is_increment and m.header.run_id == options.run]
-            if held and same_content(held[-1], layout, files):
-                notes.say(f"version {held[-1].version} is {files[0].name} already")
-            else:
-                await made[0].publish(layout, files)
+        held = [m for m in found if not m.header.is_increment and m.header.run_id == options.run]
+        done = held_already(held, orders)
+        if done is not None:
+            notes.say(f"version {done[1].version} is {options.paths[done[0]]} already")
+        for layout, files in orders[0 if done is None else done[0] + 1 :]:
+            await made[0].publish(layout, files)
         await stop.wait()
         return 0
 
     return run_alone("origin", main, prepare=prepare, host=options.host, port=options.port, run_seed=0)
+
+
+def held_already(
+    held: Sequence[Manifest], orders: Sequence[tuple[Layout, list[Path]]]
+) -> tuple[int, Manifest] | None:
+    """The last of these orders that was published before, and as which version: a restart goes on after it, so that
+    no older content comes out again as something new."""
+    for at in reversed(range(len(orders))):
+        for manifest in reversed(held):
+            if same_content(manifest, *orders[at]):
+                return at, manifest
+    return None
 
 
 def same_content(manifest: Manifest, layout: Layout, files: list[Path]) -> bool:
