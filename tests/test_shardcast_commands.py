@@ -147,6 +147,36 @@ def test_an_origin_that_is_started_again_goes_on_after_what_it_has_published(tmp
     assert [path.name[:9] for path in sorted((tmp_path / "o").glob("v*"))] == ["v00000001", "v00000002", "v00000003"]
 
 
+def test_an_origin_that_has_lost_its_store_is_found_out_before_old_bytes_pass_for_new(tmp_path: Path) -> None:
+    """It gives version 1 a second content, of the same name and size. The relay says so, and so does who holds the
+    first."""
+    path, key = tmp_path / "model", tmp_path / "key"
+    contents, labels = [b"old" * 1000, b"new" * 1000], []
+    pull = ("pull", "--origin-key", f"{key}.pub", "--patience-s", 3, "--store")
+    for number, content in enumerate(contents):
+        path.write_bytes(content)
+        origin = Process(
+            tmp_path / f"origin{number}.log", "origin", path, "--run", "r", "--key", key,
+            "--store", tmp_path / f"o{number}",
+        )  # fmt: skip
+        with origin:
+            url = origin.wait_for(r"at (http://\S+),")[1]
+            origin.wait_for("version 1 is out")
+            labels.append(next((tmp_path / f"o{number}").glob("v*")).name[10:])
+            relay = Process(
+                tmp_path / f"relay{number}.log", "relay", url, "--origin-key", f"{key}.pub", "--store", tmp_path / "r"
+            )
+            with relay:
+                below = relay.wait_for(r"relay at (http://\S+)")[1]
+                relay.wait_for("two contents" if number else "whole and verified")
+                with Process(tmp_path / f"a{number}.log", *pull, tmp_path / "c", url) as direct:
+                    assert direct.wait() == number, direct.text
+                with Process(tmp_path / f"b{number}.log", *pull, tmp_path / f"fresh{number}", below) as through:
+                    assert through.wait() == number, through.text
+    for text in (direct.text, through.text):
+        assert f"two contents for version 1 of run 'r': {labels[0]}… is here, {labels[1]}… came now" in text
+
+
 def test_keys_are_made_once_and_kept_private(tmp_path: Path) -> None:
     made = load_or_make_key(tmp_path / "k")
     assert stat.S_IMODE((tmp_path / "k").stat().st_mode) == 0o600

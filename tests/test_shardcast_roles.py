@@ -13,11 +13,12 @@ from refimpl.messages import Blob
 from refimpl.shardcast.choice import POLICIES
 from refimpl.shardcast.disk import ShardMismatch
 from refimpl.shardcast.layout import Layout
-from refimpl.shardcast.manifest import Header
+from refimpl.shardcast.manifest import Equivocation, Header, Manifest, ManifestError, Opening, Ref, ShardEntry
+from refimpl.shardcast.messages import News
 from refimpl.shardcast.origin import virtual_shards
 from refimpl.shardcast.shelf import MemoryStore, digest
 from refimpl.worlds.http import HttpFabric
-from tests.shardcast_tree import LAYOUT, Tree
+from tests.shardcast_tree import KEY, LAYOUT, Tree
 from tests.worlds import sim_fabric
 
 
@@ -108,6 +109,37 @@ def test_what_another_key_signed_reaches_nobody() -> None:
     tree.fabric.run(main())
     assert all(relay.puller.hoard is None for relay in tree.relays)
     assert "no_news" in {kind for _, kind, _ in tree.notes}
+
+
+def test_only_the_origins_own_contradictions_are_disputed() -> None:
+    """A relay that answers with an older manifest, or an increment's, is no more than wrong."""
+    tree = Tree(sim_fabric(run_seed=7), relays=1, clients=1, increments=1)
+    known, verdicts = tree.clients[0].puller.known, []
+
+    async def main() -> None:
+        tree.start()
+        for version in (0, 1):
+            await tree.origin.publish(LAYOUT, virtual_shards(f"content {version}", LAYOUT))
+            assert await tree.all_have(version)
+
+    tree.fabric.run(main())
+    held = tree.origin.server.hoards
+    (increment,) = (hoard.manifest for hoard in tree.origin.server.increments.values())
+    same = Manifest.signed(held[1].header, [b"x" * 32] * LAYOUT.shard_count, KEY.sign).encode()
+    after = Header(run_id="run", version=2, layout=LAYOUT, origin=KEY.public_key, previous=Ref(1, "0" * 64))
+    for news in (
+        News(1, b"", (), held[0].manifest),
+        News(1, b"", (), increment),
+        News(2, b"", (), increment),
+        News(1, b"", (), same),
+        News(1, b"", (ShardEntry.signed(held[1].header, 3, b"y" * 32, KEY.sign).encode(),), b""),
+        News(2, Opening.signed(after, KEY.sign).encode(), (), b""),
+    ):
+        with pytest.raises(ManifestError) as caught:
+            known.learn(news)
+        verdicts.append(caught.type is Equivocation)
+    assert verdicts == [False, False, False, True, True, True]
+    assert known.newest is not None and known.newest.header.version == 1
 
 
 def test_a_newer_version_is_taken_and_the_unfinished_older_one_abandoned() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from refimpl.shardcast.document import ManifestError
 from refimpl.shardcast.hoard import Hoard, Wanted
-from refimpl.shardcast.manifest import Header, Manifest, Verify
+from refimpl.shardcast.manifest import Equivocation, Header, Manifest, Verify
 from refimpl.shardcast.messages import AskNews, News, tag
 from refimpl.shardcast.route import Leg, Speeds, plan_route
 from refimpl.shardcast.shelf import Store
@@ -41,15 +41,16 @@ class Known:
     def question(self, patience_s: float) -> AskNews:
         newest = self.newest
         if newest is None:
-            return AskNews(-1, 0, False, -1, (), patience_s)
-        final = bool(newest.manifest)
+            return AskNews(-1, 0, "", -1, (), patience_s)
+        final = newest.final.content_id if newest.manifest else ""
         offers = [m for (base, _), each in self.increments.items() if base >= self.have for m in each.values()]
         tags = tuple(tag(manifest.header) for manifest in offers)
         return AskNews(newest.header.version, len(newest.entries), final, self.have, tags, patience_s)
 
     def learn(self, news: News) -> list[Wanted]:
         """Take what is new; returns shards of the newest version that may be fetched since. Raises ManifestError when
-        it is not what the origin signed, StoreError when there is no room for the version."""
+        it is not what the origin signed, Equivocation when that contradicts what it signed before, StoreError when
+        there is no room for the version."""
         if news.version > (self.newest.header.version if self.newest is not None else -1):
             hoard = self._begin(news)
             if hoard is None:
@@ -59,18 +60,22 @@ class Known:
         newest = self.newest
         if newest is None or news.version != newest.header.version:
             return []
-        fresh = [] if newest.manifest else newest.add_entries(news.entries, self.verify)
-        if news.manifest and not newest.manifest:
+        final = bool(newest.manifest)
+        if news.manifest and news.manifest != newest.manifest:
+            self._check_final(news.manifest, newest)
+        fresh = [] if final and news.manifest else newest.add_entries(news.entries, self.verify)
+        if news.manifest and not final:
             fresh += newest.finish(news.manifest, self.verify, self.origin_key)
         self._learn_increments(news)
         return fresh
 
     def _begin(self, news: News) -> Hoard | None:
+        raw = news.opening or news.manifest
         if news.opening:
             hoard = Hoard.opened(news.opening, self.store, self.verify, self.origin_key)
         elif news.manifest:
             manifest = Manifest.decode(news.manifest, self.verify, self.origin_key)
-            if manifest.header.version != news.version:
+            if manifest.header.version != news.version or manifest.header.is_increment:
                 raise ManifestError(f"news of version {news.version} brings the manifest of {manifest.version}")
             hoard = Hoard.from_manifest(manifest, self.store.begin(manifest.header))
         else:
@@ -80,7 +85,23 @@ class Known:
             raise ManifestError(f"news of run {hoard.header.run_id!r}, this node follows {self.newest.header.run_id!r}")
         if self.newest is not None and hoard.header.version <= self.newest.header.version:
             return None  # an old opening under a new number: stale
+        before = hoard.header.previous
+        if before is not None and before.version in self.held and self.held[before.version].ref != before:
+            hoard.shelf.abandon()
+            raise two_contents(self.held[before.version], before.content_id, raw)
         return hoard
+
+    def _check_final(self, raw: bytes, newest: Hoard) -> None:
+        """Raises Equivocation when this manifest gives the newest version another content than is here, ManifestError
+        when it is of another version."""
+        manifest, header = Manifest.decode(raw, self.verify, self.origin_key), newest.header
+        if manifest.header.is_increment or (manifest.header.run_id, manifest.version) != (
+            header.run_id,
+            header.version,
+        ):
+            raise ManifestError(f"news of version {header.version} brings the manifest of {manifest.version}")
+        if newest.manifest and newest.final.ref != manifest.ref:
+            raise two_contents(newest.final, manifest.content_id, raw)
 
     def _learn_increments(self, news: News) -> None:
         for raw in news.between[:OFFERS_MAX]:
@@ -158,6 +179,16 @@ class Known:
         if target == self.newest.header.version and not self.newest.manifest:
             return round(size * header.layout.size_bytes / made)
         return size + header.layout.size_bytes - made
+
+
+def two_contents(here: Manifest, other: str, proof: bytes) -> Equivocation:
+    """The origin uses a number for the second time, as one does that has lost its store."""
+    return Equivocation(
+        f"the origin signed two contents for version {here.version} of run {here.header.run_id!r}: "
+        f"{here.content_id[:16]}… is here, {other[:16]}… came now; its versions are to be trusted no more",
+        here.encode(),
+        proof,
+    )
 
 
 def _left_bytes(hoard: Hoard) -> int:

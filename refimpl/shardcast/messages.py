@@ -20,7 +20,7 @@ class AskNews(Message):
 
     version: int  # the newest that the asker knows; -1: none
     entries: int  # provisional entries of it that it has
-    final: bool  # it has the final manifest of it
+    final: str  # the content hash in its final manifest of it; empty: it has none yet
     have: int  # the version that it holds complete; -1: none
     increments: tuple[int, ...]  # offers on the way from there that it knows, each by its `tag`
     patience_s: float

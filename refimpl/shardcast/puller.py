@@ -26,7 +26,7 @@ from refimpl.shardcast.fetch import Fetch, FetchPlan, FetchRules
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.job import Job
 from refimpl.shardcast.known import Known
-from refimpl.shardcast.manifest import Manifest, Stretch, Verify
+from refimpl.shardcast.manifest import Equivocation, Manifest, Stretch, Verify
 from refimpl.shardcast.messages import AskShard, News, signed_complaint
 from refimpl.shardcast.route import Speeds
 from refimpl.shardcast.shelf import Store
@@ -90,6 +90,7 @@ class Puller:
         self.stopped = world.signal()
         self.trouble = ""  # the last thing that kept a version from being taken
         self.no_room = False  # and it was this node's own disk
+        self.disputed = ""  # how the origin contradicted itself: what is here may not be what it means now
         self.asked = False  # a source has answered since this node began
         self.sources = config.sources
         self._followers = 0  # counts up whenever the sources change: who follows older ones ends
@@ -187,6 +188,9 @@ class Puller:
             except (CallError, ManifestError, StoreError) as error:
                 self.trouble = str(error)
                 self.no_room = isinstance(error, StoreError)
+                if isinstance(error, Equivocation) and self.trouble != self.disputed:
+                    self.disputed = self.trouble
+                    self.journal("disputed", source=source, reason=self.trouble)
                 self.journal("no_news", source=source, reason=str(error))
                 turn += ASKED_AT_ONCE
                 await self._heard.wait(self.config.retry_s)

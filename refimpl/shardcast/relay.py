@@ -50,6 +50,7 @@ class Relay:
             on_complete=self._complete,
             journal=journal,
         )
+        self.server.disputed = lambda: self.puller.disputed
         self.reparenting = Reparenting(world, tree, self.puller, self.server, journal) if tree else None
 
     def serve(self) -> None:

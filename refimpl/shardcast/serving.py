@@ -60,6 +60,7 @@ class ShardServer:
         self.leases = Leases(config.leases)
         self.on_change: Callable[[], None] = lambda: None  # who else wants to know
         self.address_of_caller: Callable[[], str] = lambda: ""
+        self.disputed: Callable[[], str] = lambda: ""  # why no news from here can be trusted; empty: it can
         self._by_id: dict[str, Hoard] = {}
         self._news = world.signal()
         self._awaited: dict[tuple[str, int], Signal] = {}  # shards that somebody was told to wait for
@@ -121,6 +122,8 @@ class ShardServer:
         self.holders.report(source, message.have)
         if not self._differs(message):
             await self._news.wait(min(max(message.patience_s, 0.0), PATIENCE_S_MAX))
+        if self.disputed():
+            raise Refused(self.disputed())
         version = self.newest
         if version < 0 or version < message.version:
             return News(version, b"", (), b"")
@@ -148,8 +151,8 @@ class ShardServer:
         hoard = self.hoards[version]
         if len(hoard.entries) > message.entries and not message.final:
             return True
-        if hoard.manifest and not message.final:
-            return True
+        if hoard.manifest and message.final != hoard.final.content_id:
+            return True  # it has no final word on this version, or another one
         return message.have < version and bool(self._offers(message))
 
     def _offers(self, message: AskNews) -> list[Hoard]:

@@ -156,9 +156,7 @@ def run_origin(options: argparse.Namespace) -> int:
     return run_alone("origin", main, prepare=prepare, host=options.host, port=options.port, run_seed=0)
 
 
-def held_already(
-    held: Sequence[Manifest], orders: Sequence[tuple[Layout, list[Path]]]
-) -> tuple[int, Manifest] | None:
+def held_already(held: Sequence[Manifest], orders: Sequence[tuple[Layout, list[Path]]]) -> tuple[int, Manifest] | None:
     """The last of these orders that was published before, and as which version: a restart goes on after it, so that
     no older content comes out again as something new."""
     for at in reversed(range(len(orders))):
@@ -315,6 +313,9 @@ async def _watch(client: Client, stop: Signal, options: argparse.Namespace, bar:
         if client.stopped or _has_all(puller, options):
             bar.close()
             return 0
+        if puller.disputed:
+            bar.close()
+            raise ValueError(f"{puller.disputed}; {_old_version(puller)}")
         if puller.no_room and not options.follow:
             bar.close()
             raise ValueError(f"{puller.trouble}; {_old_version(puller)}")

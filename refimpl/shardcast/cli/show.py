@@ -57,6 +57,8 @@ class Notes:
                 return f"version {said['version']}: {said['reason']}"
             case "moved":
                 return f"below {said['parent']} from now on, no longer below {said['before']}"
+            case "disputed":
+                return f"{said['source']}: {said['reason']}"
             case "problem":
                 return f"{said['path']}: {said['reason']}"
         return ""
