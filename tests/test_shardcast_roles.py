@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from refimpl.attacks.relays import SPOILS
+from refimpl.attacks.relays import SPOILS, TAMPERS
 from refimpl.identity import Identity
 from refimpl.messages import Blob
 from refimpl.shardcast.choice import POLICIES
@@ -109,6 +109,29 @@ def test_what_another_key_signed_reaches_nobody() -> None:
     tree.fabric.run(main())
     assert all(relay.puller.hoard is None for relay in tree.relays)
     assert "no_news" in {kind for _, kind, _ in tree.notes}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_more_than_a_stale_answer_from_some_sources_is_not_the_end_of_asking(seed: int) -> None:
+    """Two of three relays know the first version only: it does not pass for the newest, whoever is asked first."""
+    tree = Tree(sim_fabric(run_seed=seed), relays=3, clients=1)
+    for relay in tree.relays[:2]:
+        relay.world.serve(TAMPERS["stale-version"](relay.server))
+    client = tree.clients.pop()
+
+    async def main() -> None:
+        tree.start()
+        for version in (0, 1):
+            await tree.origin.publish(LAYOUT, virtual_shards(f"content {version}", LAYOUT))
+            while not all(version in relay.puller.known.held for relay in tree.relays):
+                await client.world.sleep(0.01)
+        client.world.spawn(client.run(), "client")
+        while not (client.puller.asked and client.puller.known.up_to_date):
+            await client.world.sleep(0.001)
+
+    tree.fabric.run(main())
+    assert client.puller.known.have == 1
+    assert client.puller.answers == {"relay0": 0, "relay1": 0, "relay2": 1}
 
 
 def test_only_the_origins_own_contradictions_are_disputed() -> None:

@@ -91,7 +91,8 @@ class Puller:
         self.trouble = ""  # the last thing that kept a version from being taken
         self.no_room = False  # and it was this node's own disk
         self.disputed = ""  # how the origin contradicted itself: what is here may not be what it means now
-        self.asked = False  # a source has answered since this node began
+        self.answers: dict[str, int] = {}  # by source: the newest version that it knew when it last answered
+        self._failed: set[str] = set()  # sources that have failed to answer
         self.sources = config.sources
         self._followers = 0  # counts up whenever the sources change: who follows older ones ends
         self._arrivals = Arrivals(0.0)  # of the present sources
@@ -105,6 +106,14 @@ class Puller:
     def hoard(self) -> Hoard | None:
         """The newest version, complete or not."""
         return self.known.newest
+
+    @property
+    def asked(self) -> bool:
+        """Since this node began, every source has answered or failed, and one at least has answered."""
+        return bool(self.answers) and all(self._has_been_asked(source) for source in self.sources)
+
+    def _has_been_asked(self, source: str) -> bool:
+        return source in self.answers or source in self._failed
 
     def restore(self, manifest: Manifest) -> None:
         """This version is in the store from before."""
@@ -174,17 +183,19 @@ class Puller:
             self.world.spawn(self._follow(first + turn, self._followers), "news")
 
     async def _follow(self, turn: int, followers: int) -> None:
-        """Ask one source after another what is new, for as long as this node lives and its sources stay the same."""
+        """Ask one source after another what is new, for as long as this node lives and its sources stay the same. Until
+        each has been asked, none is given time to wait for news: the others may know more."""
         while not self.stopped.is_set() and followers == self._followers:
-            source = self.sources[turn % len(self.sources)]
+            source, stay = self._whom(turn), self.asked
+            spared_s = 0.0 if stay else self.config.news_patience_s
             try:
-                question = self.known.question(self.config.news_patience_s if self.asked else 0.0)
-                news = await self.world.call(source, question, self.config.news_timeout_s)
+                question = self.known.question(self.config.news_patience_s - spared_s)
+                news = await self.world.call(source, question, self.config.news_timeout_s - spared_s)
                 self._learn(news)
-                self.asked = True
+                self.answers[source] = news.version
                 if news.version < self.known.have:
                     self.journal("behind", source=source, version=news.version)
-                    turn += ASKED_AT_ONCE
+                    stay = False
             except (CallError, ManifestError, StoreError) as error:
                 self.trouble = str(error)
                 self.no_room = isinstance(error, StoreError)
@@ -192,12 +203,19 @@ class Puller:
                     self.disputed = self.trouble
                     self.journal("disputed", source=source, reason=self.trouble)
                 self.journal("no_news", source=source, reason=str(error))
-                turn += ASKED_AT_ONCE
+                self._failed.add(source)
+                stay = False
                 await self._heard.wait(self.config.retry_s)
-            if self.known.up_to_date:
-                turn += ASKED_AT_ONCE  # nothing under way: spread the asking
+            if not stay or self.known.up_to_date:  # nothing under way: spread the asking
+                turn += ASKED_AT_ONCE
             if not self.stopped.is_set():
                 await self._heard.wait(self.config.news_interval_s)
+
+    def _whom(self, turn: int) -> str:
+        """The source whose turn it is; as long as some have not been asked, the next of these."""
+        first = turn % len(self.sources)
+        order = self.sources[first:] + self.sources[:first]
+        return next((source for source in order if not self._has_been_asked(source)), order[0])
 
     def _learn(self, news: News) -> None:
         """Take what is new. Raises ManifestError when it is not what the origin signed, StoreError for want of room."""

@@ -35,6 +35,9 @@ from refimpl.worlds.http import HttpWorld
 LOOK_S = 0.2
 """How often the bar and the patience are looked at."""
 NEWEST = "newest"
+NEWS_PATIENCE_S = 30.0
+ANSWER_TIMEOUT_S = 30.0
+"""Of a question for news, beyond the time that it may be held until there are some."""
 ORDER_TIMEOUT_S = 86_400.0
 
 
@@ -74,7 +77,8 @@ def _pulling(options: argparse.Namespace) -> PullerConfig:
         piece_bytes=PIECE_BYTES,
         stall_s=options.stall_s,
         increments=not options.full_only,
-        news_patience_s=0.0 if polls else 30.0,
+        news_patience_s=0.0 if polls else NEWS_PATIENCE_S,
+        news_timeout_s=ANSWER_TIMEOUT_S + (0.0 if polls else NEWS_PATIENCE_S),
         news_interval_s=options.poll_s if polls else 0.05,
         retry_s=1.0,
     )
@@ -296,7 +300,11 @@ def run_pull(options: argparse.Namespace) -> int:
         )
         world.spawn(client.run(), "client")
         try:
-            return await _watch(client, stop, options, Bar(options.bar))
+            code = await _watch(client, stop, options, Bar(options.bar))
+            told, have = max(client.puller.answers.values(), default=-1), client.puller.known.have
+            if code == 0 and told < have:
+                notes.say(f"version {have} is newer than what the sources have: {told if told >= 0 else 'nothing'}")
+            return code
         finally:
             client.stop()
             receiver.close()
@@ -332,7 +340,7 @@ async def _watch(client: Client, stop: Signal, options: argparse.Namespace, bar:
 
 
 def _has_all(puller: Puller, options: argparse.Namespace) -> bool:
-    """Without --follow: what the sources call newest is here (they have been asked)."""
+    """Without --follow: what the sources call newest is here (all of them have answered or failed)."""
     return not options.follow and puller.asked and puller.known.up_to_date and puller.known.have >= options.version
 
 
