@@ -100,9 +100,11 @@ def test_a_killed_node_costs_time_and_nothing_else(seed: int, tmp_path: Path) ->
         assert differs(run) == ""
 
 
-def test_a_run_that_ended_in_the_middle_is_taken_up_where_it_was(tmp_path: Path) -> None:
-    """Everything is killed after two versions and started anew: ids and weights are those of one run."""
-    plan = small_plan(steps=4, max_age=0)
+@pytest.mark.parametrize("kl_coef", [0.0, 1.0])
+def test_a_run_that_ended_in_the_middle_is_taken_up_where_it_was(kl_coef: float, tmp_path: Path) -> None:
+    """Everything is killed after two versions and started anew: ids and weights are those of one run. A KL is still
+    taken to the checkpoint that it was begun with."""
+    plan = small_plan(steps=4, max_age=0, kl_coef=kl_coef)
     first = TrainingRun(plan, tmp_path)
 
     async def half() -> None:

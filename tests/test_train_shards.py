@@ -27,8 +27,9 @@ VERSIONS = 3
 
 
 def plan() -> TrainPlan:
-    """Two optimizer steps a version, so that log-probabilities are shared between ranks too."""
-    return small_plan(optimizer_steps=2, online_filter=True, learning_rate=1e-4, warm_up_steps=0)
+    """Two optimizer steps a version, so that log-probabilities are shared between ranks too; a KL, to a reference that
+    is sharded as well."""
+    return small_plan(optimizer_steps=2, online_filter=True, learning_rate=1e-4, warm_up_steps=0, kl_coef=0.1)
 
 
 def batch(version: int) -> list[Sample]:

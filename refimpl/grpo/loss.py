@@ -75,6 +75,8 @@ class LossConfig:
             raise ValueError(f"delta is {self.delta}, expected more than 1 + clip_high = {1 + self.clip_high}")
         if self.mismatch_cap is not None and not self.mismatch_cap > 0:
             raise ValueError(f"mismatch_cap is {self.mismatch_cap}, expected more than 0 or None")
+        if not self.kl_coef >= 0:
+            raise ValueError(f"kl_coef is {self.kl_coef}, expected 0 or more")
         if not isinstance(self.normaliser, Normaliser):
             raise ValueError(f"normaliser is {self.normaliser!r}, expected a member of Normaliser")
         if not isinstance(self.kl_estimator, KlEstimator):

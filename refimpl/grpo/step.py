@@ -116,14 +116,17 @@ class Learner:
     # -- scoring without training --
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[TrainSample], keep: Keep | None = None) -> list[FloatArray]:
-        """Log-probabilities of each sample's answer by the weights as they are: for π_p, or for a reference policy."""
+    def logprobs(
+        self, samples: Sequence[TrainSample], keep: Keep | None = None, *, by: Policy | None = None
+    ) -> list[FloatArray]:
+        """Log-probabilities of each sample's answer. `by`: a reference policy; None: the weights as they are (π_p)."""
         found: dict[int, FloatArray] = {}
-        training = self.policy.training
-        self.policy.eval()
+        policy = self.policy if by is None else by
+        training = policy.training
+        policy.eval()
         for batch in self.micro_batches(samples):
-            found |= batch.unlay(self.policy(batch, self.config.temperature, keep)[0])
-        self.policy.train(training)
+            found |= batch.unlay(policy(batch, self.config.temperature, keep)[0])
+        policy.train(training)
         if self.ranks > 1:
             parts: list[dict[int, FloatArray]] = [{}] * self.ranks
             dist.all_gather_object(parts, found)

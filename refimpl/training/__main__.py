@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from refimpl.grpo.loss import KlEstimator, Normaliser
 from refimpl.training.cheats import CHEATS
 from refimpl.training.launch import LaunchError, run_node, run_processes, run_rank
 from refimpl.training.plan import TrainPlan
@@ -43,6 +44,17 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--level", type=int, default=default.level, help="of difficulty")
     parser.add_argument("--lr", type=float, default=default.learning_rate)
     parser.add_argument("--warm-up", type=int, default=default.warm_up_steps, help="steps until that rate")
+    parser.add_argument("--kl", type=float, default=default.kl_coef, help="weight of the KL to the first checkpoint")
+    parser.add_argument(
+        "--kl-estimator", choices=[one.value for one in KlEstimator], default=default.kl_estimator, help="of that KL"
+    )
+    parser.add_argument(
+        "--normaliser",
+        "--normalizer",
+        choices=[one.value for one in Normaliser],
+        default=default.normaliser,
+        help="what the summed loss of a step is divided by",
+    )
     parser.add_argument("--problems", type=int, default=default.problems_per_unit, help="per unit")
     parser.add_argument("--group", type=int, default=default.group, help="answers to each problem")
     parser.add_argument("--units", type=int, default=default.units_per_step, help="per version")
@@ -74,6 +86,9 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         level=options.level,
         learning_rate=options.lr,
         warm_up_steps=options.warm_up,
+        kl_coef=options.kl,
+        kl_estimator=options.kl_estimator,
+        normaliser=options.normaliser,
         problems_per_unit=options.problems,
         group=options.group,
         units_per_step=options.units,

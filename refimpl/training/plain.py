@@ -19,6 +19,7 @@ from accelerate import PartialState
 from refimpl.grpo.messages import SlotGiven
 from refimpl.grpo.rollout import Sample, decode_rollouts
 from refimpl.grpo.staleness import checkpoint_for
+from refimpl.grpo.step import Policy
 from refimpl.model.weights import checkpoint_tensors, load_decoder
 from refimpl.training.bench import Bench, MadeUnit, Score, greedy_accuracy
 from refimpl.training.plan import TrainPlan
@@ -40,9 +41,14 @@ class PlainRun:
 
 
 def student_of(plan: TrainPlan, bench: Bench | None, state: PartialState | None = None) -> Student:
-    """The trainer's own copy of the checkpoint, with its optimizer. `bench`: to evaluate with, where that is done.
-    `state`: of the processes that share it; None: this one has it alone."""
+    """The trainer's own copy of the checkpoint, with its optimizer; and another that stays, where the loss has a KL.
+    `bench`: to evaluate with, where that is done. `state`: of the processes that share it; None: this one has it alone.
+    """
     decoder = load_decoder(plan.model_path, dtype=DTYPES[plan.dtype])
+    reference = None
+    if plan.kl_coef:
+        first = load_decoder(plan.model_path, dtype=DTYPES[plan.dtype])
+        reference = Policy(first) if state is None else Shards(first, state).policy
     return Student(
         decoder,
         plan.step,
@@ -50,6 +56,7 @@ def student_of(plan: TrainPlan, bench: Bench | None, state: PartialState | None 
         online_filter=plan.online_filter,
         evaluate=None if bench is None else lambda decoder: greedy_accuracy(bench, decoder, plan.evaluate_problems),
         evaluate_every=plan.evaluate_every,
+        reference=reference,
         shards=None if state is None else Shards(decoder, state),
     )
 

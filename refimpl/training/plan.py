@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from refimpl.grpo.loss import LossConfig
+from refimpl.grpo.loss import KlEstimator, LossConfig, Normaliser
 from refimpl.grpo.rewards import LengthConfig, LengthReward
 from refimpl.grpo.rollout import RolloutLimits
 from refimpl.grpo.staleness import PacingConfig
@@ -56,7 +56,10 @@ class TrainPlan:
     clip_low: float = 0.2
     clip_high: float = 0.28
     delta: float | None = 4.0
+    kl_coef: float = 0.0  # to the checkpoint that the run began with, which is held beside the policy where this is > 0
+    kl_estimator: str = "k3"  # a name of `loss.KlEstimator`
     entropy_coef: float = 0.0
+    normaliser: str = "tokens"  # a name of `loss.Normaliser`
     # -- verification --
     verify: bool = True  # False: validators only look whether a file is one
     thresholds: str = "paper"
@@ -119,7 +122,13 @@ class TrainPlan:
     def step(self) -> StepConfig:
         return StepConfig(
             loss=LossConfig(
-                clip_low=self.clip_low, clip_high=self.clip_high, delta=self.delta, entropy_coef=self.entropy_coef
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+                delta=self.delta,
+                kl_coef=self.kl_coef,
+                kl_estimator=KlEstimator(self.kl_estimator),
+                entropy_coef=self.entropy_coef,
+                normaliser=Normaliser(self.normaliser),
             ),
             temperature=self.temperature,
             new_tokens_max=self.new_tokens_max,

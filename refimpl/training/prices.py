@@ -67,9 +67,11 @@ def check_work(size: ModelSize, rows: int, tokens: int, prompt_tokens: int) -> W
     return Several((*prefill_work(size, max(1, rows), each), Verify(tokens=max(1, tokens), hidden=size.hidden)))
 
 
-def step_work(size: ModelSize, samples: Sequence[Sample], optimizer_steps: int) -> Work:
-    """A version: with several optimizer steps, log-probabilities by the weights that it begins with come first."""
+def step_work(size: ModelSize, samples: Sequence[Sample], optimizer_steps: int, *, reference: bool = False) -> Work:
+    """A version: log-probabilities come first, with several optimizer steps by the weights that it begins with, and by
+    a `reference` where the loss has one."""
     tokens = sum(len(sample.input_tokens) + len(sample.output_tokens) for sample in samples)
     mean = max(1, round(tokens / len(samples)))
     backward = Backward(model=size, tokens=tokens, sequence_tokens=mean, optimizer_steps=optimizer_steps)
-    return backward if optimizer_steps == 1 else Several((*prefill_work(size, len(samples), mean), backward))
+    scored = prefill_work(size, len(samples), mean) * ((optimizer_steps > 1) + reference)
+    return Several((*scored, backward)) if scored else backward

@@ -37,9 +37,12 @@ class Student:
         online_filter: bool = False,
         evaluate: Evaluate | None = None,
         evaluate_every: int = 0,
+        reference: Policy | None = None,
         shards: Shards | None = None,
     ) -> None:
-        """`shards`: `decoder`, spread over several processes; each of them has a student, and all do the same."""
+        """`reference`: what the KL of the loss is taken to. `shards`: `decoder`, spread over several processes; each of
+        them has a student, and all do the same."""
+        assert reference is not None or not config.loss.kl_coef, "a KL to nothing"
         for parameter in decoder.parameters():
             parameter.requires_grad_(True)
         self.decoder, self.shards = decoder, shards
@@ -48,6 +51,7 @@ class Student:
             if shards is None
             else Learner(shards.policy, config, rank=shards.rank, ranks=shards.ranks)
         )
+        self.reference = reference
         self.optimizer_steps, self.online_filter = optimizer_steps, online_filter
         self.evaluate, self.evaluate_every = evaluate, evaluate_every
         self.version = 0
@@ -61,15 +65,17 @@ class Student:
         ready = training_samples(samples, online_filter=self.online_filter)
         reports: list[StepReport] = []
         proximal = self.learner.logprobs(ready) if self.optimizer_steps > 1 else None
+        reference = self.learner.logprobs(ready, by=self.reference) if self.reference is not None else None
         for part in range(self.optimizer_steps):
-            mine = range(part, len(ready), self.optimizer_steps)
-            if not len(mine):
-                continue
-            reports.append(
-                self.learner.step(
-                    [ready[i] for i in mine], proximal=None if proximal is None else [proximal[i] for i in mine]
+            mine = slice(part, None, self.optimizer_steps)
+            if ready[mine]:
+                reports.append(
+                    self.learner.step(
+                        ready[mine],
+                        proximal=None if proximal is None else proximal[mine],
+                        reference=None if reference is None else reference[mine],
+                    )
                 )
-            )
         self.version += 1
         figures = before | batch_figures(samples) | step_figures(reports)
         figures["skipped_steps"] = self.learner.steps_skipped
@@ -85,7 +91,7 @@ class Student:
             self.shards.gather()
 
     def work(self, samples: Sequence[Sample]) -> Work:
-        return step_work(self.size, samples, self.optimizer_steps)
+        return step_work(self.size, samples, self.optimizer_steps, reference=self.reference is not None)
 
     def save(self, folder: Path) -> None:
         self._gather()
@@ -123,7 +129,7 @@ def step_figures(reports: Sequence[StepReport]) -> dict[str, Any]:
     count = len(reports)
     means = {
         name: sum(report.means[name] for report in reports) / count
-        for name in ("ratio", "clipped_low", "clipped_high", "clipped_delta", "behaviour_kl", "mismatch_weight")
+        for name in ("ratio", "clipped_low", "clipped_high", "clipped_delta", "behaviour_kl", "mismatch_weight", "kl")
     }
     return {
         "loss": sum(report.loss for report in reports) / count,
