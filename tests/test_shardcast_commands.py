@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,6 +16,10 @@ from refimpl.identity import verify
 from refimpl.shardcast.__main__ import main
 from refimpl.shardcast.cli.keys import load_key, load_or_make_key, read_public_key
 from refimpl.shardcast.manifest import Manifest
+from refimpl.shardcast.messages import PublishOrder, order_bytes
+from refimpl.world import CallError, Signal
+from refimpl.worlds.alone import run_alone
+from refimpl.worlds.http import HttpWorld
 from tests.shardcast_processes import Process, visible
 
 SHARD_MB = 0.25
@@ -175,6 +179,50 @@ def test_an_origin_that_has_lost_its_store_is_found_out_before_old_bytes_pass_fo
                     assert through.wait() == number, through.text
     for text in (direct.text, through.text):
         assert f"two contents for version 1 of run 'r': {labels[0]}… is here, {labels[1]}… came now" in text
+
+
+def test_a_version_that_is_here_already_appears_at_out_as_well(tmp_path: Path) -> None:
+    path, key = tmp_path / "model", tmp_path / "key"
+    path.write_bytes(os.urandom(1000))
+    with Process(
+        tmp_path / "origin.log", "origin", path, "--run", "r", "--key", key, "--store", tmp_path / "o"
+    ) as origin:
+        url = origin.wait_for(r"at (http://\S+),")[1]
+        origin.wait_for("version 1 is out")
+        pull = ("pull", url, "--origin-key", f"{key}.pub", "--store", tmp_path / "c", "--out")
+        for out in (tmp_path / "first", tmp_path / "second"):
+            with Process(tmp_path / "log", *pull, out) as process:
+                assert process.wait() == 0, process.text
+            assert out.read_bytes() == path.read_bytes()
+
+
+def test_an_order_counts_once_whatever_happens_to_the_origin(tmp_path: Path) -> None:
+    path, key = tmp_path / "model", tmp_path / "key"
+    path.write_bytes(b"x" * 1000)
+    identity = load_or_make_key(key)
+    unsigned = PublishOrder(str(path), 1000)
+    order = PublishOrder(unsigned.path, unsigned.number, identity.sign(order_bytes(unsigned)))
+
+    def send(url: str) -> Any:
+        answers: list[Any] = []
+
+        async def ask(world: HttpWorld, stop: Signal) -> int:
+            try:
+                answers.append(await world.call(url, order, 30.0))
+            except CallError as error:
+                answers.append(error.reason)
+            return 0
+
+        run_alone("push", ask, prepare=None, host="", port=0, run_seed=0)
+        return answers[0]
+
+    for round_ in range(2):
+        command = ("origin", "--run", "r", "--key", key, "--store", tmp_path / "o")
+        with Process(tmp_path / f"origin{round_}.log", *command) as origin:
+            url = origin.wait_for(r"at (http://\S+),")[1]
+            if round_ == 0:
+                assert send(url).version == 1
+            assert send(url) == "this order was given before"
 
 
 def test_keys_are_made_once_and_kept_private(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 BOOT_NAME = ".shardcast.boot"
 COUNTER_NAME = ".shardcast.counter"
+ORDER_NAME = ".shardcast.order"
 SCRATCH = ".partial-increment-"
 DURABLE = b"durable"
 
@@ -253,19 +254,34 @@ class DiskStore:
         return good, problems
 
     def claim_version(self) -> int:
-        path = self.root / COUNTER_NAME
-        last = int(path.read_text()) if path.is_file() else 0
+        last = self._counted(COUNTER_NAME)
         for folder in self.root.glob("v*"):
             digits = folder.name[1:9]
             last = max(last, int(digits) if digits.isdigit() else 0)
+        self._count(COUNTER_NAME, last + 1)
+        return last + 1
+
+    def claim_order(self, number: int) -> bool:
+        """Take an order to publish. False: this number, or a later one, was taken before, perhaps by a process that has
+        ended since."""
+        if number <= self._counted(ORDER_NAME):
+            return False
+        self._count(ORDER_NAME, number)
+        return True
+
+    def _counted(self, name: str) -> int:
+        path = self.root / name
+        return int(path.read_text()) if path.is_file() else 0
+
+    def _count(self, name: str, number: int) -> None:
+        """On disk before anything follows from it."""
+        hidden = self.root / f"{name}.new"
         with full_disk_named(self.root):
-            hidden = path.with_suffix(".new")
             with open(hidden, "w") as file:
-                file.write(str(last + 1))
+                file.write(str(number))
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(hidden, path)
-        return last + 1
+            os.replace(hidden, self.root / name)
 
     def begin(self, header: Header) -> DiskShelf:
         shelf = self._shelves.get(header.id)

@@ -118,7 +118,6 @@ def run_origin(options: argparse.Namespace) -> int:
     found = _found(store, identity.public_key, notes)
     store.tidy()
     made: list[Origin] = []
-    last_order = 0
 
     def prepare(world: HttpWorld) -> None:
         origin = Origin(
@@ -133,12 +132,10 @@ def run_origin(options: argparse.Namespace) -> int:
         made.append(origin)
 
     async def order(source: str, message: PublishOrder) -> Message:
-        nonlocal last_order
         if not verify(identity.public_key, order_bytes(message), message.signature):
             raise Refused("this order is not signed with the origin's key")
-        if message.number <= last_order:
+        if not store.claim_order(message.number):
             raise Refused("this order was given before")
-        last_order = message.number
         try:
             layout, files = layout_of(Path(message.path), shard_bytes)
             manifest = await made[0].publish(layout, files)
@@ -270,14 +267,16 @@ def run_pull(options: argparse.Namespace) -> int:
     receiver = FileReceiver(name, connections=options.connections, stall_s=options.stall_s)
     started_s = time.monotonic()
 
+    def put_out(manifest: Manifest) -> None:
+        if options.out is None:
+            return
+        if len(manifest.layout.names) != 1:
+            raise ValueError(f"--out takes one file, this version has {len(manifest.layout.names)}: see STORE/newest")
+        place(store.versions.folder(manifest) / manifest.layout.names[0], options.out)
+
     def show(manifest: Manifest) -> None:
         point_to(store.root, manifest)
-        if options.out is not None:
-            if len(manifest.layout.names) != 1:
-                raise ValueError(
-                    f"--out takes one file, this version has {len(manifest.layout.names)}: see STORE/newest"
-                )
-            place(store.versions.folder(manifest) / manifest.layout.names[0], options.out)
+        put_out(manifest)
         notes.say(
             f"version {manifest.version}, {manifest.layout.size_bytes} bytes, whole and verified after "
             f"{time.monotonic() - started_s:.2f} s: {store.versions.folder(manifest)}"
@@ -293,6 +292,8 @@ def run_pull(options: argparse.Namespace) -> int:
         held = [manifest for manifest in found if not manifest.header.is_increment]
         if held:
             point_to(store.root, held[-1])
+            if options.follow:
+                put_out(held[-1])
         notes.say(
             f"asking {', '.join(config.sources)}; version {client.puller.known.have} is here"
             if held
@@ -302,6 +303,8 @@ def run_pull(options: argparse.Namespace) -> int:
         try:
             code = await _watch(client, stop, options, Bar(options.bar))
             told, have = max(client.puller.answers.values(), default=-1), client.puller.known.have
+            if code == 0 and not client.complete:
+                put_out(held[-1])  # it was here before
             if code == 0 and told < have:
                 notes.say(f"version {have} is newer than what the sources have: {told if told >= 0 else 'nothing'}")
             return code
