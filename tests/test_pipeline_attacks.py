@@ -8,15 +8,19 @@ import pytest
 import torch
 
 from refimpl.attacks.quantize import quantized
-from refimpl.attacks.ring import RING_CHEATS
+from refimpl.attacks.ring import RING_CHEATS, CheatingStage
 from refimpl.attacks.ring_trial import TrialConfig, try_ring
 from refimpl.identity import Identity
 from refimpl.model.weights import load_decoder
+from refimpl.pipeline.blame import Commitment, settle_equivocation
 from refimpl.pipeline.compute import DTYPES
+from refimpl.pipeline.formation import verify_link
 from refimpl.pipeline.judge import LinkTrouble
-from refimpl.pipeline.messages import AskEvidence, Evidence
+from refimpl.pipeline.messages import AskEvidence, Evidence, Forget, Joined, JoinRing
 from refimpl.pipeline.replay import ARITHMETICS, ReplaySettings, RingReplay, difference
 from refimpl.pipeline.verifier import Answer, RingVerifier
+from refimpl.world import Refused
+from refimpl.worlds.asyncio_node import Line
 from tests.small_ring import CUTS, HIDDEN, LAYERS, SmallRing, ask, make_checkpoint, prompts_of
 
 COMPUTED = ("layer-skipped", "weights-4bit", "stale-weights", "old-reply")
@@ -153,9 +157,11 @@ def test_one_long_token_does_not_hide_the_others():
 
 
 # ---------------------------------------------------------------------------------------------- what can(not) be shown
-def judged(checkpoint, change, cheat_answer=None, stages=3):
-    """An honest ring's answer, judged after `change` made one node's evidence something else."""
+def judged(checkpoint, change, cheat_answer=None, stages=3, cheats=None):
+    """A ring's answer, judged after `change` made one node's evidence something else; honest but for `cheats`."""
     ring = SmallRing(checkpoint, stages, signed=True, keep_evidence=True, temperature=0.9)
+    for name, cheat in (cheats or {}).items():
+        cheating(ring, name, cheat)
     checker = ring.fabric.node("verifier")
     settings = ReplaySettings(chunk_tokens=8, top_k=16)
     replay = RingReplay(checkpoint, CUTS[stages], wire_dtype="float32", device="cpu", settings=settings)
@@ -164,13 +170,22 @@ def judged(checkpoint, change, cheat_answer=None, stages=3):
         await ring.client.call("s0", ask(prompts_of([9, 4]), [13, 10]), 30)
         while not ring.head.schedule.idle:
             await ring.client.sleep(0.005)
-        change(ring)
+        if (said := change(ring)) is not None:
+            await said
         kept = ring.head.log.requests["r0"]
         tokens = tuple(kept.answer) if cheat_answer is None else cheat_answer(tuple(kept.answer))
         answer = Answer(request=kept.number, epoch=1, prompt=kept.prompt, answer=tokens)
         return await RingVerifier(checker, replay, timeout_s=2).judge(ring.head.plans[1], answer)
 
     return ring.run(main)
+
+
+def cheating(ring, name, cheat):
+    """Node `name` becomes a dishonest stage."""
+    parts, key = ring.stages[name].parts, Identity.from_seed(1, name)
+    ring.stages[name] = CheatingStage(
+        ring.worlds[name], ring.stage_config, key, parts, ring.journal(name), cheat=RING_CHEATS[cheat]
+    )
 
 
 def evidence_from(ring, name, make):
@@ -250,3 +265,100 @@ def test_strangers_words_count_for_nothing(checkpoint):
 
     result = judged(checkpoint, change)
     assert result.accepted and not result.blamed
+
+
+# ------------------------------------------------------------------------------------------ who frames an honest stage
+def test_no_head_makes_an_honest_stage_sign_a_message_twice(checkpoint):
+    """Plans of an epoch that was joined, with anything changed, before and after another ring's plan, one after the
+    other and at once: refused, so that no two words of the stage contradict each other. The same plan again is taken,
+    and makes nothing anew."""
+    ring = SmallRing(checkpoint, 2, signed=True, keep_evidence=True)
+    stage, said = ring.stages["s1"], []
+
+    async def join(plan):
+        """Send a plan; whatever formation the stage then has signs message 0, with bytes of its own."""
+        try:
+            answer = await ring.worlds["s0"].call("s1", JoinRing(plan), 20)
+        except Refused as refusal:
+            return refusal.reason
+        assert isinstance(answer, Joined)
+        if not stage.formation.sender.said:
+            rows = [(0, 0, len(said).to_bytes(4, "little"))]
+            commitment = Commitment(0, 0, 1, bytes([len(said)]))
+            said.append(stage.formation.sender.seal(0, rows, [commitment]))
+        return ""
+
+    async def main():
+        stage.serve()
+        plan = dataclasses.replace(ring.head.ring.plan(["s0", "s1"], 8), epoch=3)
+        wider = dataclasses.replace(plan, window=9)
+        other = dataclasses.replace(plan, ring="other")
+        assert await join(plan) == "" == await join(plan)
+        first = stage.formation
+        reasons = [await join(wider), await join(dataclasses.replace(wider, epoch=2))]
+        assert stage.formation is first and not first.halted
+        assert await join(other) == ""
+        reasons += [await join(plan), await join(wider), await join(dataclasses.replace(other, rows=2))]
+        assert all("is over, this stage has begun epoch 3 of it" in reason for reason in reasons), reasons
+        later = [dataclasses.replace(plan, epoch=4, window=window) for window in (8, 9, 8)]
+        assert sorted(map(bool, await ring.client.gather(*map(join, later)))) == [False, True, True]
+        overtaken = await ring.client.gather(*(join(dataclasses.replace(plan, epoch=epoch)) for epoch in (5, 6)))
+        assert "was overtaken" in overtaken[0] and overtaken[1] == "" and stage.formation.plan.epoch == 6
+        shown = stage.evidence(AskEvidence("test", 3, (0,))), stage.evidence(AskEvidence("other", 3, (0,)))
+        assert [evidence.said for evidence in shown] == [(said[0],), (said[1],)]
+        with pytest.raises(Refused, match="keeps nothing of epoch 2 of ring 'test'"):
+            stage.evidence(AskEvidence("test", 2, (0,)))
+
+    ring.fabric.run(main())
+    verdicts = [settle_equivocation(a, b, verify_link).on for a in said for b in said]
+    assert len(said) == 4 and set(verdicts) == {"none"}
+
+
+def test_a_stage_is_in_so_many_rings_and_forgets_none(checkpoint, monkeypatch):
+    """What it has joined is remembered for as long as its key lives, and what it remembers is bounded."""
+    monkeypatch.setattr("refimpl.pipeline.stage.RINGS_MAX", 3)
+    ring = SmallRing(checkpoint, 2)
+    stage = ring.stages["s1"]
+
+    async def main():
+        plan = ring.head.ring.plan(["s0", "s1"], 8)
+        for name in "abc":
+            await stage.join(dataclasses.replace(plan, ring=name, epoch=7))
+        with pytest.raises(Refused, match="has been in 3 rings"):
+            await stage.join(dataclasses.replace(plan, ring="d", epoch=7))
+        with pytest.raises(Refused, match="is over"):
+            await stage.join(dataclasses.replace(plan, ring="a", epoch=7))
+        await stage.join(dataclasses.replace(plan, ring="a", epoch=8))
+
+    ring.fabric.run(main())
+
+
+def test_who_was_told_to_forget_is_not_blamed_for_having_nothing_to_show(checkpoint):
+    """s1 tampers, and has the stage after it forget: nobody is named, s2 least of all. Unforgotten, s1 is."""
+    cheats = {"s1": "tampered-below-top-k"}
+    result = judged(checkpoint, lambda ring: None, cheats=cheats)
+    assert result.blamed == (1,)
+    told = judged(checkpoint, lambda ring: ring.client.call("s2", Forget("test", (0, 1)), 5), cheats=cheats)
+    assert not told.decided and not told.blamed
+    assert judged(
+        checkpoint, lambda ring: ring.client.call("s2", Forget("other", (0, 1)), 5), cheats=cheats
+    ).blamed == (1,)
+
+
+def test_nobody_makes_a_stage_forget_what_it_may_have_to_complain_about(checkpoint):
+    """A stranger says `Forget` all the time, s1 tampers: the complaint of s2 has all its bytes, and s1 is convicted."""
+    ring = SmallRing(checkpoint, 3, spares=1, signed=True, prefill_tokens=3, line=Line(latency_ms=1.0))
+    cheating(ring, "s1", "tampered-send")
+
+    async def pester(ring):
+        while not ring.head.verdicts:
+            await ring.client.call("s2", Forget("test", (0, 1)), 5)
+
+    async def main(ring):
+        while not ring.head.ring.up:
+            await ring.client.sleep(0.01)
+        ring.client.spawn(pester(ring), "pester")
+        await ring.client.call("s0", ask(prompts_of([9, 4]), [13, 10]), 30)
+
+    ring.run(main)
+    assert {verdict.culprit for verdict in ring.head.verdicts} == {ring.nodes["s1"]}

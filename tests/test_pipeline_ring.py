@@ -168,7 +168,7 @@ def with_member(plan, **fields):
     ("change", "says"),
     [
         (lambda p: dataclasses.replace(p, checkpoint="f" * 64), "checkpoint: the plan says ffff"),
-        (lambda p: dataclasses.replace(p, version=99), "version: the plan says 99, stage 's1' has 1"),
+        (lambda p: dataclasses.replace(p, version=99), "version: the plan says 99, stage 's1' has 2"),
         (lambda p: dataclasses.replace(p, dtype="bfloat16"), "dtype: the plan says bfloat16, stage 's1' has float32"),
         (lambda p: dataclasses.replace(p, hidden=32), "hidden: the plan says 32, the checkpoint 24"),
         (lambda p: with_member(p, first=2), "stage 1 holds layers 2..6, expected from 3 on"),
@@ -197,7 +197,7 @@ def test_neighbours_that_do_not_fit_are_named_before_the_first_token(checkpoint)
         while not ring.head.ring.up:
             await ring.client.sleep(0.02)
         plan = ring.stages["s1"].formation.plan
-        right = Greeting(plan.ring, plan.epoch, 1, plan.checkpoint, 1, plan.hidden, "float32")
+        right = Greeting(plan.ring, plan.epoch, plan.version, plan.checkpoint, 1, plan.hidden, "float32")
         reasons = []
         for world, change in (("client", {}), ("s0", {"end": 2}), ("s0", {"dtype": "bfloat16"}), ("s0", {"epoch": 9})):
             node = ring.client if world == "client" else ring.worlds[world]

@@ -124,6 +124,7 @@ class HopReceiver:
         self._sign, self._verify = sign, verify
         self._chunks = Chunks(commit, bytes_per_token, chunk_tokens)
         self._kept: dict[int, list[Exhibit]] = {}  # by request, of all its tokens, in order
+        self.forgotten: set[int] = set()  # of what was kept
         self._digests: list[SignedDigest] = []
         self._expected = 0
 
@@ -220,6 +221,11 @@ class HopReceiver:
         """A sequence's whole input as the predecessor signed it, for a trial."""
         return list(self._kept.get(request, ()))
 
+    def live(self, request: int) -> bool:
+        """Has this sequence begun, and not ended?"""
+        return self._chunks.next_token(request) > 0
+
     def forget(self, request: int) -> None:
         """The verdict on a sequence is known: its bytes may go."""
-        self._kept.pop(request, None)
+        if self._kept.pop(request, None) is not None:
+            self.forgotten.add(request)

@@ -41,7 +41,8 @@ class Judgement:
 
 
 class NotShown(Exception):
-    """A stage did not answer when it was to show its input. Takes exactly one argument: the stage's index."""
+    """A stage did not answer when it was to show its input, or was told to forget it. Takes exactly one argument: the
+    stage's index."""
 
     def __init__(self, stage: int) -> None:
         super().__init__(stage)
@@ -92,7 +93,8 @@ def trial(accused: int, follows: Callable[[int], bool]) -> int | None:
 
     `follows(s)`: does what stage s signed follow from what stage s - 1 signed for it, when the layers of s are run on
     exactly that input? False also where s answers and cannot show its input: an honest stage keeps it until the
-    verdict. It raises `NotShown` where s does not answer: nobody is blamed for having died.
+    verdict. It raises `NotShown` where s does not answer, or was told to forget: nobody is blamed for having died, or
+    for what another said.
     """
     stage = accused
     while follows(stage):
@@ -146,7 +148,7 @@ def judge_group(
     except NotShown as silence:
         trouble = LinkTrouble(silence.stage - 1, silence.stage, "the receiver does not show what it was sent")
         links = [*links, trouble]
-        return judged(False, set(), f"stage {silence.stage} does not answer: undecided", decided=False)
+        return judged(False, set(), f"stage {silence.stage} does not show its input: undecided", decided=False)
     if guilty is None:
         return judged(False, set(), f"stage {accused} deviates first, but every output follows from its input: noise")
     moved = "" if guilty == accused else f" (stage {accused} deviates first, and showed that it was fed so)"

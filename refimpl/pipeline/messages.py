@@ -27,7 +27,7 @@ SIZES: dict[str, tuple[int, int]] = {
 }
 """What a plan may ask for: far beyond any ring, and small enough that no product of them overflows."""
 
-VERSION = 1
+VERSION = 2
 """Of these messages and what they mean; stages of different versions do not form a ring."""
 
 
@@ -227,6 +227,7 @@ class Announce(Message):
 class AskEvidence(Message):
     """Verifier -> stage: what did you sign, what did your predecessor, and what did it send you of these requests?"""
 
+    ring: str
     epoch: int
     requests: tuple[int, ...]
 
@@ -239,6 +240,7 @@ class Evidence(Message):
     said: tuple[SignedDigest, ...]  # its own digests that commit to something of the requests
     received: tuple[SignedDigest, ...]  # its predecessor's
     exhibits: tuple[Exhibit, ...]  # the bytes asked for, as the predecessor signed them
+    forgotten: tuple[int, ...] = ()  # of the requests, those whose bytes went when it was told to forget them
 
 
 @wire
@@ -246,6 +248,7 @@ class Evidence(Message):
 class Forget(Message):
     """Verifier -> stage: these requests are judged, their bytes may go."""
 
+    ring: str
     requests: tuple[int, ...]
 
 

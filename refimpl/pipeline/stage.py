@@ -56,6 +56,9 @@ from refimpl.world import CallError, Refused, Signal, Timeout, Unreachable, Worl
 EPOCHS_KEPT = 16
 """Evidence of so many formations is kept, where the plan asks for it."""
 
+RINGS_MAX = 4096
+"""So many rings a stage remembers, and joins, with one key: it must never join an epoch twice."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig:
@@ -77,7 +80,9 @@ class Stage:
     ) -> None:
         self.world, self.config, self.identity, self.parts, self.journal = world, config, identity, parts, journal
         self.formation: Formation | None = None
-        self._past: dict[int, Formation] = {}  # earlier epochs, where evidence is kept
+        self._past: dict[tuple[str, int], Formation] = {}  # by ring and epoch, where evidence is kept; oldest first
+        self._epochs: dict[str, int] = {}  # by ring, the last epoch that this stage began to join
+        self._latest: RingPlan | None = None  # of these
         self._loaded: tuple[tuple[int, ...], Compute] | None = None
         self._warm = False  # commitments have been made before
         self._heard_s = -inf  # when the head, or a pass, last came
@@ -122,11 +127,8 @@ class Stage:
         plan = message.plan
         if fault := stranger(source, plan, self.formation, self.world.now() - self._heard_s, self.config.silence_s):
             raise Refused(fault)
-        if self.formation is not None and self.formation.plan.ring == plan.ring:
-            if plan.epoch < self.formation.plan.epoch:
-                raise Refused(f"epoch {plan.epoch} is over, this stage is in epoch {self.formation.plan.epoch}")
-            if plan == self.formation.plan:  # said twice
-                return Joined(self.formation.compute.memory_bytes)
+        if self.formation is not None and plan == self.formation.plan:  # said twice: the same links, not signed anew
+            return Joined(self.formation.compute.memory_bytes)
         await self.join(plan)
         assert self.formation is not None
         return Joined(self.formation.compute.memory_bytes)
@@ -146,13 +148,17 @@ class Stage:
         room_bytes = self.config.memory_bytes
         if fault := plan.faults() or no_room(plan, member, self.parts.bytes_min(plan, member), room_bytes):
             raise Refused(fault)
+        self._enter(plan)
         if self.formation is not None and not self.formation.halted:
             self.formation.halted = f"epoch {plan.epoch} is being formed"  # no pass of the old one on emptied caches
         compute = await self._load(plan, member)
         commit = await self._commit(plan)
+        if self._latest is not plan:
+            raise Refused(f"epoch {plan.epoch} of ring {plan.ring!r} was overtaken by another while it was joined")
         if self.formation is not None and self.formation.plan.keep_evidence:
-            self._past[self.formation.plan.epoch] = self.formation
-            self._past.pop(plan.epoch - EPOCHS_KEPT, None)
+            self._past[self.formation.plan.ring, self.formation.plan.epoch] = self.formation
+            while len(self._past) > EPOCHS_KEPT:
+                del self._past[next(iter(self._past))]
         self.formation = Formation(plan, at, compute, self.identity, commit)
         self._heard_s = self.world.now()
         for waiting in self._waiting.values():
@@ -160,6 +166,17 @@ class Stage:
         self._waiting.clear()
         self._awake.set()
         self.journal("joined", ring=plan.ring, epoch=plan.epoch, first=member.first, end=member.end)
+
+    def _enter(self, plan: RingPlan) -> None:
+        """An epoch of a ring is joined once, with one plan: two formations of it would sign two messages of the same
+        number, and who does that is convicted (`settle_equivocation`). Raises `Refused` for one that is used up."""
+        last = self._epochs.get(plan.ring)
+        if last is not None and plan.epoch <= last:
+            raise Refused(f"epoch {plan.epoch} of ring {plan.ring!r} is over, this stage has begun epoch {last} of it")
+        if last is None and len(self._epochs) >= RINGS_MAX:
+            raise Refused(f"stage {self.world.name!r} has been in {RINGS_MAX} rings and takes part in no other")
+        self._epochs[plan.ring] = plan.epoch
+        self._latest = plan
 
     async def _load(self, plan: RingPlan, member: Member) -> Compute:
         """The arithmetic for these layers: kept from the last formation where it is the same, with empty caches."""
@@ -388,16 +405,28 @@ class Stage:
 
     def evidence(self, message: AskEvidence) -> Evidence:
         """What this stage can show of an epoch. Raises `Refused` where it has nothing of it."""
-        ring = self._past.get(message.epoch) or self._ring(message.epoch)
+        ring = self._held(message.ring, message.epoch)
         said = () if ring.sender is None else about(message.requests, ring.sender.said)
         if ring.receiver is None:
             return Evidence(said, (), ())
         exhibits = [e for request in message.requests for e in ring.receiver.defence(request)]
-        return Evidence(said, about(message.requests, ring.receiver.digests()), tuple(exhibits))
+        forgotten = tuple(request for request in message.requests if request in ring.receiver.forgotten)
+        return Evidence(said, about(message.requests, ring.receiver.digests()), tuple(exhibits), forgotten)
+
+    def _held(self, ring: str, epoch: int) -> Formation:
+        """The formation of this ring and epoch, now or earlier. Raises `Refused` where nothing is kept of it."""
+        now = self.formation
+        if now is not None and (now.plan.ring, now.plan.epoch) == (ring, epoch):
+            return now
+        if (ring, epoch) not in self._past:
+            raise Refused(f"stage {self.world.name!r} keeps nothing of epoch {epoch} of ring {ring!r}")
+        return self._past[ring, epoch]
 
     async def _forget(self, source: str, message: Forget) -> Message:
+        """Not of a sequence that goes on: a complaint would need its bytes."""
         for ring in (self.formation, *self._past.values()):
-            if ring is not None and ring.receiver is not None:
+            if ring is not None and ring.plan.ring == message.ring and ring.receiver is not None:
                 for request in message.requests:
-                    ring.receiver.forget(request)
+                    if not ring.receiver.live(request):
+                        ring.receiver.forget(request)
         return Ok()

@@ -72,7 +72,7 @@ class RingVerifier:
     async def judge(self, plan: RingPlan, answer: Answer, settled: Sequence[Verdict] = ()) -> Judgement:
         """The judgement on one answer of the ring that `plan` describes. `settled`: verdicts on complaints so far."""
         stages = len(plan.members)
-        shown = await self.world.gather(*(self._ask(member.name, answer) for member in plan.members))
+        shown = await self.world.gather(*(self._ask(member.name, plan.ring, answer) for member in plan.members))
         boundaries = [self._boundary(plan, answer, stage, shown) for stage in range(stages)]
         convicted = [b.convicted for b in boundaries if b.convicted is not None]
         convicted += self._tokens_verdict(plan, answer, shown[0])
@@ -94,19 +94,19 @@ class RingVerifier:
             follows=lambda stage: self._follows(plan, answer, tokens, stage, shown, boundaries),
         )
         if result.decided:
-            await self.world.gather(*(self._forget(member.name, answer) for member in plan.members[1:]))
+            await self.world.gather(*(self._forget(member.name, plan.ring, answer) for member in plan.members[1:]))
         return result
 
-    async def _ask(self, name: str, answer: Answer) -> Evidence | None:
+    async def _ask(self, name: str, ring: str, answer: Answer) -> Evidence | None:
         try:
-            evidence = await self.world.call(name, AskEvidence(answer.epoch, (answer.request,)), self.timeout_s)
+            evidence = await self.world.call(name, AskEvidence(ring, answer.epoch, (answer.request,)), self.timeout_s)
         except CallError:
             return None
         return evidence if isinstance(evidence, Evidence) else None
 
-    async def _forget(self, name: str, answer: Answer) -> None:
+    async def _forget(self, name: str, ring: str, answer: Answer) -> None:
         try:
-            await self.world.call(name, Forget((answer.request,)), self.timeout_s)
+            await self.world.call(name, Forget(ring, (answer.request,)), self.timeout_s)
         except CallError:
             return
 
@@ -164,12 +164,13 @@ class RingVerifier:
         boundaries: Sequence[_Boundary],
     ) -> bool:
         """Run one stage on what its predecessor signed for it. False where it answers and cannot show that; raises
-        `NotShown` where it does not answer."""
-        if shown[stage] is None:
+        `NotShown` where it does not answer, or was told to forget: by whom, nobody can say."""
+        own = shown[stage]
+        if own is None or answer.request in own.forgotten:
             raise NotShown(stage)
         fed = None
         if stage > 0:
-            fed = self._signed_bytes(plan, answer, stage - 1, shown[stage], len(tokens))
+            fed = self._signed_bytes(plan, answer, stage - 1, own, len(tokens))
             if fed is None:
                 return False
         stated = [boundaries[stage].stated[key] for key in sorted(boundaries[stage].stated)]
