@@ -59,6 +59,11 @@ class Process:
         assert self._process is not None
         return self._process.wait(timeout_s)
 
+    def terminate(self) -> None:
+        """SIGTERM: asked to end."""
+        assert self._process is not None
+        self._process.terminate()
+
     def kill(self) -> None:
         """SIGKILL: no goodbye."""
         if self._process is not None and self.running:

@@ -10,6 +10,7 @@ import http.server
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,8 +68,8 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def pull(url: str, folder: Path) -> Process:
-    return Process(folder / "log", "pull", url, "--compat", "blake3", "--store", folder / "c", "--out", folder / "out")
+def pull(url: str, folder: Path, *more: object) -> Process:
+    return Process(folder / "log", "pull", url, "--compat", "blake3", "--out", folder / "out", *more)
 
 
 def test_our_relay_lists_a_version_with_its_checksum_once_it_is_whole(relay: str) -> None:
@@ -99,6 +100,26 @@ def test_a_wrong_byte_is_found_and_never_reaches_the_final_path(
         assert process.wait() == 1
     assert "the index says" in process.text and (tmp_path / "out").read_text() == "the old version"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".partial")]
+
+
+def test_a_listed_shard_that_is_gone_ends_the_patience_not_the_hope(
+    package_server: tuple[str, Path], tmp_path: Path
+) -> None:
+    url, folder = package_server
+    shard = folder / shard_path(1, 4)
+    content = shard.read_bytes()
+    shard.unlink()
+    with pull(url, tmp_path, "--patience-s", 2) as process:
+        assert process.wait() == 1
+    assert f"nothing has come for 2 s ({url} answers 404 for /{shard_path(1, 4)})" in process.text
+    with pull(url, tmp_path) as process:
+        time.sleep(2.0)
+        process.terminate()
+        assert process.wait() == 1
+    shard.write_bytes(content)
+    with pull(url, tmp_path) as process:
+        assert process.wait() == 0, process.text
+    assert (tmp_path / "out").read_bytes() == CONTENT
 
 
 @pytest.mark.peer

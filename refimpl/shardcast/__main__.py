@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--full-only", action="store_true", help="take no increments")
         made.add_argument("--poll-s", type=float, help="ask every so often, instead of waiting for word at the source")
 
-    def store(made: argparse.ArgumentParser) -> None:
-        made.add_argument("--store", type=Path, required=True, help="folder for versions; what is there is resumed")
+    def store(made: argparse.ArgumentParser, *, required: bool = True) -> None:
+        made.add_argument("--store", type=Path, required=required, help="folder for versions; what is there is resumed")
         made.add_argument("--reserve-gb", type=float, default=0.0, help="GB (10^9 bytes) to leave free on the disk")
         made.add_argument("--durable", action="store_true", help="wait for the disk before a version is published")
         made.add_argument("--workers", type=int, default=0, help="threads that cut, compare and apply; 0: all cores")
@@ -84,13 +84,15 @@ def parser() -> argparse.ArgumentParser:
 
     pull = command("pull", "Fetch the newest version: STORE/newest is it, whole and verified.")
     pulling(pull)
-    store(pull)
+    store(pull, required=False)
     pull.add_argument("--follow", action="store_true", help="go on with every newer version")
     pull.add_argument("--version", type=int, default=0, help="wait for this version or a newer one")
     pull.add_argument("--out", type=Path, help="let the file (of a version with one) appear here as well")
     pull.add_argument("--keep", type=int, default=2, help="versions to keep")
     pull.add_argument(
-        "--compat", choices=["blake3", "sha256"], help="the sources are shardcast 0.3.2's: the file goes to --out"
+        "--compat",
+        choices=["blake3", "sha256"],
+        help="the sources are shardcast 0.3.2's: the file goes to --out, without --store",
     )
     pull.add_argument("--patience-s", type=float, default=600.0, help="give up when nothing has come for so long")
 
@@ -103,7 +105,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     """Exit codes: 0 done; 1 it could not be done, and standard error says why; 2 usage."""
-    options = parser().parse_args(arguments)
+    reader = parser()
+    options = reader.parse_args(arguments)
+    if options.command == "pull" and options.store is None and not options.compat:
+        reader.error("pull needs --store")
     try:
         return commands.COMMANDS[options.command](options)
     except (ValueError, StoreError, OSError) as error:

@@ -17,7 +17,7 @@ from refimpl.shardcast.cli.downloads import DownloadCarrier, serve_downloads
 from refimpl.shardcast.cli.keys import load_key, load_or_make_key, read_public_key
 from refimpl.shardcast.cli.show import Bar, Notes
 from refimpl.shardcast.client import Client
-from refimpl.shardcast.disk import place, read_blocks
+from refimpl.shardcast.disk import StoreError, place, read_blocks
 from refimpl.shardcast.disk_store import DiskStore, layout_of
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.limits import ServingLimits
@@ -29,7 +29,7 @@ from refimpl.shardcast.relay import Relay
 from refimpl.shardcast.serving import ServingConfig, ShardServer
 from refimpl.world import CallError, Refused, Signal
 from refimpl.worlds.alone import run_alone
-from refimpl.worlds.files import FileReceiver
+from refimpl.worlds.files import FileReceiver, WrongLength
 from refimpl.worlds.http import HttpWorld
 
 LOOK_S = 0.2
@@ -245,14 +245,31 @@ def run_package_pull(options: argparse.Namespace) -> int:
 
     async def main(world: HttpWorld, stop: Signal) -> int:
         puller = PackagePuller(world, receiver, options.sources, options.out, checksum=options.compat)
+        ended, errors = world.signal(), []
+
+        async def work() -> None:
+            try:
+                done = await puller.pull(*await puller.newest())
+                if not options.quiet:
+                    print(f"v{done.version}, {done.size_bytes} bytes, checksum {done.checksum}: {options.out}")
+            except (CallError, WrongLength, ValueError, StoreError, OSError) as error:
+                errors.append(error)
+            ended.set()
+
+        world.spawn(work(), "pull")
         try:
-            done = await puller.pull(*await puller.newest())
-        except CallError as error:
-            raise ValueError(error.reason) from error
+            seen, since_s = puller.progress, time.monotonic()
+            while not await ended.wait(LOOK_S):
+                if stop.is_set():
+                    return 1
+                if puller.progress != seen:
+                    seen, since_s = puller.progress, time.monotonic()
+                elif time.monotonic() - since_s > options.patience_s:
+                    raise ValueError(f"nothing has come for {options.patience_s:g} s ({puller.trouble})")
         finally:
             receiver.close()
-        if not options.quiet:
-            print(f"v{done.version}, {done.size_bytes} bytes, checksum {done.checksum}: {options.out}", flush=True)
+        for error in errors:
+            raise ValueError(str(error)) from error
         return 0
 
     return run_alone(name, main, prepare=None, host="", port=0, run_seed=0)

@@ -141,7 +141,14 @@ class PackagePuller:
         self._world, self._receiver, self._sources, self._out = world, receiver, list(sources), out
         self._checksum = checksum
         self.policy = MovingAverage()
+        self.trouble = ""  # the last thing that kept a shard from coming
+        self._furthest: dict[int, int] = {}  # bytes that ever came of each shard, in one transfer
         self._wake = world.signal()
+
+    @property
+    def progress(self) -> int:
+        """Rises whenever something comes that never came before, bytes."""
+        return sum(self._furthest.copy().values())
 
     async def newest(self) -> tuple[int, Listed]:
         """The newest version on any of the servers. Raises CallError or CompatError when none lists one."""
@@ -203,6 +210,7 @@ class PackagePuller:
                 def take(piece: memoryview) -> bool:
                     nonlocal received
                     received += file.write(piece)
+                    self._furthest[fetch.index] = max(received, self._furthest.get(fetch.index, 0))
                     return True
 
                 path = f"/{shard_path(version, fetch.index)}"
@@ -211,9 +219,11 @@ class PackagePuller:
                 os.replace(hidden, folder / f"{fetch.index:06d}")
                 plan.progress(fetch.ticket, received, self._world.now())
                 plan.arrived(fetch.ticket, self._world.now())
-            else:
-                plan.not_yet(fetch.ticket, self._world.now())
-        except (CallError, WrongLength):
+            else:  # it lists the version, and has it no more
+                self.trouble = f"{fetch.relay} answers {status} for {path}"
+                plan.failed(fetch.ticket, self._world.now(), self._world.rng, offset=0)
+        except (CallError, WrongLength) as error:
+            self.trouble = str(error)
             plan.failed(fetch.ticket, self._world.now(), self._world.rng, offset=0)
         finally:
             hidden.unlink(missing_ok=True)
