@@ -183,6 +183,28 @@ def test_a_complaint_that_nobody_signed_is_refused() -> None:
     assert tree.origin.complaints == {"relay0": {signer.public_key}}  # said twice, counted once
 
 
+@pytest.mark.parametrize("addresses", [1, 9])
+def test_made_up_names_and_many_addresses_hold_few_versions_back(addresses: int) -> None:
+    """Every version is asked for under a new name, from one address or from many: the disk does not fill up."""
+    tree = Tree(sim_fabric(run_seed=7), relays=1, clients=1, keep=2)
+    relay, held = tree.relays[0], []
+
+    async def main() -> None:
+        relay.world.spawn(relay.run(), "relay")
+        for version in range(9):
+            await tree.origin.publish(LAYOUT, virtual_shards(f"content {version}", LAYOUT))
+            while version not in relay.puller.known.held:
+                await tree.worlds["client0"].sleep(0.01)
+            relay.server.address_of_caller = lambda at=version % addresses: f"10.0.0.{at}"
+            name, hoards = tree.fabric.node(f"name{version}"), list(relay.server.hoards.values())
+            for hoard in reversed(hoards):
+                await flood(name, "relay0", hoard.header.id, LAYOUT.shard_bytes, 1)
+            held.append(len(hoards))
+
+    tree.fabric.run(main())
+    assert max(held) == 2 + (2 if addresses == 1 else 3), held
+
+
 def test_a_version_is_not_removed_under_a_client_that_is_at_work_on_it() -> None:
     tree = Tree(sim_fabric(run_seed=7), relays=1, clients=1, keep=2)
     relay = tree.relays[0]

@@ -119,6 +119,15 @@ def test_a_lease_ends_when_it_is_not_renewed() -> None:
     assert leases.leased(10.0) == set()
 
 
+def test_new_holders_are_bounded_and_forgotten() -> None:
+    """And however many hold leases, few versions stay beyond the newest."""
+    leases = Leases(LeaseTerms(duration_s=10.0, holders_max=3, versions_beyond_max=2))
+    assert [leases.grant(number, f"10.0.0.{number}", 0.0) for number in range(5)] == [True, True, True, False, False]
+    assert leases.staying(range(8), 2, 5.0) == {1, 2, 6, 7}
+    assert leases.grant(5, "10.0.0.5", 15.0) and leases.holders == 1  # without anybody asking what is leased
+    assert leases.staying(range(8), 2, 15.0) == {5, 6, 7}
+
+
 def test_a_client_cannot_pin_versions_for_ever() -> None:
     leases = Leases(LeaseTerms(duration_s=10.0, lifetime_s_max=25.0, versions_per_holder_max=2))
     assert [leases.grant(3, "mallory", t) for t in (0.0, 9.0, 18.0)] == [True, True, True]

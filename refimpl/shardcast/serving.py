@@ -88,7 +88,7 @@ class ShardServer:
 
     def retire(self) -> None:
         """Remove what is old and not leased."""
-        stay = set(sorted(self.hoards)[-self.config.keep :]) | self.leases.leased(self.world.now())
+        stay = self.leases.staying(self.hoards, self.config.keep, self.world.now())
         for version in sorted(set(self.hoards) - stay):
             self.drop(self.hoards[version])
         for key in [key for key in self.increments if key[1] not in self.hoards]:
@@ -181,21 +181,22 @@ class ShardServer:
             await self.world.call(name, Announced(version), self.config.announce_timeout_s)
 
     # ------------------------------------------------------------------------------------------------------- shards
-    async def find(self, source: str, header_id: str, index: int) -> Hoard | None:
+    async def find(self, source: str, header_id: str, index: int, address: str = "") -> Hoard | None:
         """The version, when its shard may be read; None: not yet. Raises Refused for what never was or is gone."""
-        hoard = self._find(source, header_id, index)
+        holder = address or source
+        hoard = self._find(holder, header_id, index)
         if index not in hoard.here and self.config.hold_s > 0:
             await self._awaited.setdefault((header_id, index), self.world.signal()).wait(self.config.hold_s)
-            hoard = self._find(source, header_id, index)
+            hoard = self._find(holder, header_id, index)
         return hoard if index in hoard.here else None
 
-    def _find(self, source: str, header_id: str, index: int) -> Hoard:
+    def _find(self, holder: str, header_id: str, index: int) -> Hoard:
         hoard = self._by_id.get(header_id)
         if hoard is None:
             raise Refused(f"version {header_id[:16]!r} is not here; the newest is {self.newest}")
         if not 0 <= index < hoard.header.layout.shard_count:
             raise Refused(f"shard {index} does not exist among {hoard.header.layout.shard_count}")
-        self.leases.grant(hoard.header.version, source, self.world.now())
+        self.leases.grant(hoard.header.version, holder, self.world.now())
         return hoard
 
     @contextlib.contextmanager
@@ -221,7 +222,7 @@ class ShardServer:
 
     async def give(self, source: str, message: AskShard) -> Message:
         address = self.address_of_caller()
-        hoard = await self.find(source, message.header_id, message.index)
+        hoard = await self.find(source, message.header_id, message.index, address)
         if hoard is None:
             return Piece(False, Blob(0, "") if self.config.virtual else NOTHING)
         left = hoard.header.layout.shard_size(message.index) - message.offset

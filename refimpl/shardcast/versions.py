@@ -10,6 +10,7 @@ client holds a lease on is not removed; 4) what was removed is answered with "go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -123,22 +124,35 @@ class VersionIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseTerms:
-    """How long a version is kept for a slow client, and how much one client may hold back."""
+    """How long a version is kept for a slow client, and how much clients may hold back."""
 
     duration_s: float = 60.0  # a lease ends this long after its last renewal
     lifetime_s_max: float = 3600.0  # and cannot be renewed past this age: a hostile client pins a version no longer
     versions_per_holder_max: int = 2  # the one that it reads from and the one that it fetches
+    versions_beyond_max: int = 3  # that stay beyond the newest ones, whoever holds leases on them
+    holders_max: int = 10_000
 
 
 class Leases:
-    """Who is in the middle of which version."""
+    """Who is in the middle of which version. A holder is an address where that is known (a name is a client's own word,
+    and a new one costs nothing), else a name."""
 
     def __init__(self, terms: LeaseTerms | None = None) -> None:
         self.terms = terms or LeaseTerms()
         self._by_holder: dict[str, dict[int, tuple[float, float]]] = {}  # version -> first granted, ends
+        self._pruned_s = -math.inf
+
+    @property
+    def holders(self) -> int:
+        """Holders that are remembered."""
+        return len(self._by_holder)
 
     def grant(self, version: int, holder: str, now_s: float) -> bool:
-        """Grant or renew. False: refused, the holder has reached a limit of the terms."""
+        """Grant or renew. False: refused, a limit of the terms is reached."""
+        if now_s - self._pruned_s >= self.terms.duration_s:
+            self._prune(now_s)
+        if holder not in self._by_holder and self.holders >= self.terms.holders_max:
+            return False
         mine = self._by_holder.setdefault(holder, {})
         self._drop_ended(mine, now_s)
         if version not in mine:
@@ -157,12 +171,24 @@ class Leases:
             self._by_holder.pop(holder, None)
 
     def leased(self, now_s: float) -> set[int]:
-        """The versions that may not be removed."""
+        """The versions that somebody is in the middle of."""
+        self._prune(now_s)
+        return {version for mine in self._by_holder.values() for version, (_, end) in mine.items() if end > now_s}
+
+    def staying(self, versions: Iterable[int], keep: int, now_s: float) -> set[int]:
+        """Of these versions, the ones that may not be removed: the `keep` newest, and of the older ones that are leased
+        the newest few."""
+        order = sorted(versions)
+        newest = set(order[-keep:])
+        older = sorted(self.leased(now_s) & set(order) - newest)
+        return newest | set(older[-self.terms.versions_beyond_max :] if self.terms.versions_beyond_max else ())
+
+    def _prune(self, now_s: float) -> None:
+        self._pruned_s = now_s
         for holder in list(self._by_holder):
             self._drop_ended(self._by_holder[holder], now_s)
             if not self._by_holder[holder]:
                 del self._by_holder[holder]
-        return {version for mine in self._by_holder.values() for version, (_, end) in mine.items() if end > now_s}
 
     def _drop_ended(self, mine: dict[int, tuple[float, float]], now_s: float) -> None:
         lifetime = self.terms.lifetime_s_max

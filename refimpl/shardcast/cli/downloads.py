@@ -29,7 +29,7 @@ def serve_downloads(world: HttpWorld, server: ShardServer) -> None:
             raise Missing(404, "a shard is named by its version's id and its index")
         index = int(match[2])
         try:
-            hoard = await server.find(reader.name, match[1], index)
+            hoard = await server.find(reader.name, match[1], index, reader.address)
         except Refused as error:
             raise Missing(410, error.reason) from error
         if hoard is None:
