@@ -14,7 +14,7 @@ from refimpl.identity import Identity
 from refimpl.messages import Blob, Ok
 from refimpl.shardcast.disk_store import DiskStore, layout_of
 from refimpl.shardcast.limits import ServingLimits
-from refimpl.shardcast.messages import Complaint, complaint_bytes
+from refimpl.shardcast.messages import Complaint, complaint_bytes, signed_complaint
 from refimpl.shardcast.origin import virtual_shards
 from refimpl.world import Refused
 from refimpl.worlds.http import HttpFabric
@@ -181,6 +181,18 @@ def test_a_complaint_that_nobody_signed_is_refused() -> None:
 
     tree.fabric.run(main())
     assert tree.origin.complaints == {"relay0": {signer.public_key}}  # said twice, counted once
+
+
+def test_a_complaint_that_cannot_be_passed_on_does_not_end_the_relay() -> None:
+    tree = Tree(sim_fabric(run_seed=6), relays=1, clients=1)
+    signer = Identity.from_seed(1, "somebody")
+
+    async def main() -> None:
+        tree.fabric.kill("origin")
+        with pytest.raises(Refused, match="could not be passed on"):
+            await tree.worlds["client0"].call("relay0", signed_complaint(signer, "relay0", "0" * 64, 3, b""), 200.0)
+
+    tree.fabric.run(main())
 
 
 @pytest.mark.parametrize("addresses", [1, 9])

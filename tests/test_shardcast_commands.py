@@ -225,6 +225,19 @@ def test_an_order_counts_once_whatever_happens_to_the_origin(tmp_path: Path) -> 
             assert send(url) == "this order was given before"
 
 
+def test_an_order_that_cannot_be_carried_out_does_not_end_the_origin(tmp_path: Path) -> None:
+    path, key = tmp_path / "model", tmp_path / "key"
+    path.write_bytes(b"x" * 1000)
+    command = ("origin", "--run", "r", "--key", key, "--store", tmp_path / "o", "--reserve-gb", 1e9)
+    with Process(tmp_path / "origin.log", *command) as origin:
+        url = origin.wait_for(r"at (http://\S+),")[1]
+        for _ in range(2):
+            with Process(tmp_path / "push.log", "push", path, "--origin", url, "--key", key) as push:
+                assert push.wait() == 1
+            assert "GB are kept in reserve" in push.text.splitlines()[-1]
+        assert origin.running
+
+
 def test_keys_are_made_once_and_kept_private(tmp_path: Path) -> None:
     made = load_or_make_key(tmp_path / "k")
     assert stat.S_IMODE((tmp_path / "k").stat().st_mode) == 0o600

@@ -16,9 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from refimpl.identity import verify
 from refimpl.shardcast.blake3 import Blake3
+from refimpl.shardcast.cli.package import PackageServer
 from refimpl.shardcast.compat import DISTRIBUTION_NAME, PROBE_NAME, Listed, parse_distribution, shard_path
+from refimpl.shardcast.disk_store import DiskStore, layout_of
+from refimpl.shardcast.origin import Origin
+from refimpl.shardcast.serving import ServingConfig
+from refimpl.work import Hash
+from refimpl.worlds.http import HttpFabric
 from tests.shardcast_processes import Process
+from tests.shardcast_tree import KEY
 from tests.test_shardcast_commands import get
 
 PACKAGE = os.environ.get("ARMILLARY_SHARDCAST_PYTHON", "")
@@ -80,6 +88,28 @@ def test_our_relay_lists_a_version_with_its_checksum_once_it_is_whole(relay: str
     assert get(relay, f"/{PROBE_NAME}")[0] == 200
     for path in ("/v1/shard_00012.bin", "/v1/shard_000001.bin", "/v2/shard_00001.bin", "/v1/../key", "/model.bin"):
         assert get(relay, path)[0] == 404
+
+
+def test_a_version_that_is_removed_while_it_is_hashed_is_not_listed_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(CONTENT)
+    fabric = HttpFabric(run_seed=1)
+    world = fabric.node("origin")
+    origin = Origin(world, "run", KEY, verify, ServingConfig(), DiskStore(tmp_path / "o"))
+    package = PackageServer(world, origin.server, tmp_path / "o", "sha256")
+
+    async def main() -> list[str]:
+        texts = []
+        for remove in (True, False):
+            await origin.publish(*layout_of(tmp_path / "model.bin", 100_000))
+            package.look()
+            if remove:
+                origin.server.drop(origin.server.hoards[1])
+            await world.compute(Hash(size_bytes=0), lambda: None)  # behind what was asked for before
+            await world.sleep(0.2)
+            texts.append((tmp_path / "o" / DISTRIBUTION_NAME).read_text())
+        return texts
+
+    assert [text[:3] for text in fabric.run(main())] == ["", "v2:"]
 
 
 def test_our_client_takes_a_file_from_the_packages_server(package_server: tuple[str, Path], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from refimpl.shardcast.messages import Announced, Complaint
 from refimpl.shardcast.puller import Puller, PullerConfig
 from refimpl.shardcast.serving import ServingConfig, ShardServer, Spoil
 from refimpl.shardcast.shelf import Store
-from refimpl.world import World
+from refimpl.world import CallError, Refused, World
 
 
 class Relay:
@@ -81,7 +81,10 @@ class Relay:
     async def complain(self, source: str, message: Complaint) -> Message:
         """Passed on towards the origin, which alone judges it."""
         config = self.puller.config
-        await self.world.call(config.origin or self.puller.sources[0], message, config.news_timeout_s)
+        try:
+            await self.world.call(config.origin or self.puller.sources[0], message, config.news_timeout_s)
+        except CallError as error:
+            raise Refused(f"the complaint could not be passed on: {error.reason}") from error
         return Ok()
 
     def _open(self, hoard: Hoard) -> None:

@@ -232,6 +232,6 @@ class ShardServer:
             await self.pay(source, message.size, address)
             try:
                 blob = hoard.shelf.read(message.index, message.offset, message.size)
-            except StoreError as error:
-                raise Refused(str(error)) from error  # removed since it was looked up
+            except (StoreError, OSError) as error:
+                raise Refused(str(error)) from error  # removed since it was looked up, or the disk fails
         return Piece(True, blob if self.spoil is None else self.spoil(message.index, blob))

@@ -139,7 +139,7 @@ def run_origin(options: argparse.Namespace) -> int:
         try:
             layout, files = layout_of(Path(message.path), shard_bytes)
             manifest = await made[0].publish(layout, files)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, StoreError) as error:
             raise Refused(str(error)) from error
         return Published(manifest.version, manifest.content_id, layout.size_bytes)
 

@@ -32,7 +32,7 @@ from refimpl.shardcast.compat import (
     render_distribution,
     shard_path,
 )
-from refimpl.shardcast.disk import PARTIAL, check_space, full_disk_named, read_blocks
+from refimpl.shardcast.disk import PARTIAL, StoreError, check_space, full_disk_named, read_blocks
 from refimpl.shardcast.disk_store import DiskShelf
 from refimpl.shardcast.fetch import Fetch, FetchPlan
 from refimpl.shardcast.hoard import Hoard
@@ -69,12 +69,14 @@ class PackageServer:
 
     async def _list(self, version: int, hoard: Hoard) -> None:
         layout = hoard.header.layout
-        with contextlib.suppress(CompatError):  # a folder has no place in that layout
+        # a folder has no place in that layout; a version may be removed, or its disk fail, while it is read
+        with contextlib.suppress(CompatError, StoreError, OSError):
             listed(layout, "0" * 64)
             work = Hash(size_bytes=layout.size_bytes)
             checksum = await self._world.compute(work, partial(self._whole, hoard))
-            self._listed[version] = listed(layout, checksum)
-            self._write_index()
+            if self._server.hoards.get(version) is hoard:
+                self._listed[version] = listed(layout, checksum)
+                self._write_index()
 
     def _whole(self, hoard: Hoard) -> str:
         assert isinstance(hoard.shelf, DiskShelf)
