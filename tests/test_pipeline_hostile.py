@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from refimpl.identity import Identity
 from refimpl.model.sampler import Sampling
-from refimpl.pipeline.messages import Complete, Drawn, JoinRing, Member
+from refimpl.pipeline.messages import Announce, Complete, Drawn, JoinRing, Member
 from refimpl.pipeline.requests import RequestLog
 from refimpl.pipeline.stage import StageConfig
 from refimpl.world import Refused
@@ -195,3 +196,66 @@ def test_a_stage_whose_head_is_gone_can_serve_another(checkpoint):
         assert ring.stages["s1"].formation.plan.ring == "another"
 
     ring.fabric.run(main())
+
+
+# ------------------------------------------------------------------------------------------------- nodes that come
+def test_a_seat_is_for_who_was_named_and_not_for_who_was_removed(checkpoint, tmp_path):
+    """A removed node comes back under its name, under another, and to the next head on the record; a known key takes
+    another name, a known name another key, a stranger comes: refused, each with its reason, and no node is added."""
+    path, fresh = tmp_path / "record", Identity.from_seed(2, "fresh").public_key
+
+    def announced(strangers, log):
+        ring = SmallRing(checkpoint, 2, spares=1, log=log, strangers=strangers)
+        ring.head.remove("s1")
+
+        async def main():
+            ring.head.serve()
+            asked = [
+                ("s1", ring.nodes["s1"], 2),
+                ("s1", fresh, 2),
+                ("s1-again", ring.nodes["s1"], 2),
+                ("s2-again", ring.nodes["s2"], 2),
+                ("s2", fresh, 2),
+                ("s2", ring.nodes["s2"], 1),
+                ("s3", "no key", 2),
+                ("s3", fresh, 2),
+                ("s4", Identity.from_seed(2, "s4").public_key, 2),
+                ("s2", ring.nodes["s2"], 2),
+            ]
+            reasons = []
+            for name, key, version in asked:
+                node = ring.fabric.nodes.get(name) or ring.fabric.node(name)
+                try:
+                    await node.call("s0", Announce(key, version), 10)
+                    reasons.append("")
+                except Refused as refused:
+                    reasons.append(refused.reason)
+            return reasons
+
+        return ring.fabric.run(main()), ring.head.ring
+
+    banned = ["node 's1' is banned here"] * 2 + ["node 's1-again' is banned here"]
+    known = ["node 's2' is known under another key", "version is 1, expected 2"]
+    reasons, _ = announced(False, None)
+    unnamed = [f"node {n!r} is none of those that this ring was started with" for n in ("s2-again", "s3", "s3", "s4")]
+    assert reasons == [*banned, unnamed[0], *known, *unnamed[1:], ""]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("refimpl.pipeline.ring.NODES_MAX", 4)
+        reasons, ring = announced(True, RequestLog(path))
+    twice = "the key of node 's2-again' is that of a node with another name"
+    assert reasons == [*banned, twice, *known, "'no key' is no public key", "", "there are 4 nodes already", ""]
+    assert list(ring.nodes) == ["s0", "s1", "s2", "s3"] and ring.nodes["s3"] == fresh
+    assert ring._seated() == ["s0", "s2"]
+    later = SmallRing(checkpoint, 2, spares=1, log=RequestLog(path)).head.ring
+    assert later.banned == ["s1"] and later._seated() == ["s0", "s2"]
+
+
+def test_one_key_has_one_seat(checkpoint):
+    """A head is not started with two names of one key, and no stage joins such a ring: a verdict names a key."""
+    ring = SmallRing(checkpoint, 2)
+    plan = ring.head.ring.plan(["s0", "s1"], 8)
+    double = tuple(dataclasses.replace(member, public_key="0" * 64) for member in plan.members)
+    assert dataclasses.replace(plan, members=double).faults() == "a public key is named twice" and not plan.faults()
+    ring.nodes["s1"] = ring.nodes["s0"]
+    with pytest.raises(ValueError, match="have one public key"):
+        ring.new_head()

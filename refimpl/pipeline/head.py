@@ -77,7 +77,7 @@ class Head:
                 "stop_tokens": sorted(config.stop_tokens),
             }
         )
-        self.ring = Ring(world, config, stage, nodes, journal, self.log.epoch, self.log.begin)
+        self.ring = Ring(world, config, stage, nodes, journal, self.log.epoch, self.log.begin, self.log.banned)
         self.schedule = HeadSchedule(
             micro_batches=config.micro_batches,
             rows=config.rows,
@@ -329,8 +329,8 @@ class Head:
         return Evidence(own.said, about(message.requests, digests.values()), tuple(wanted))
 
     def remove(self, name: str) -> None:
-        """A verdict on a finished answer: this node is out, and its seat goes to another."""
-        self.ring.banned.add(name)
+        """A verdict on a finished answer: this node's key is out for good, and its seat goes to another."""
+        self.log.ban(self.ring.nodes[name])
         self.ring.unseat([name])
         self._awake.set()
 

@@ -90,6 +90,8 @@ class RingPlan:
             return f"the stages end at layer {edges[-1]} of {self.layers}"
         if len({member.name for member in self.members}) != len(self.members):
             return "a node is named twice"
+        if len({member.public_key for member in self.members}) != len(self.members):
+            return "a public key is named twice"
         return ""
 
 

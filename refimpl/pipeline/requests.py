@@ -8,6 +8,7 @@ One JSON record a line. A line that a crash cut short is the last one, and is dr
     {"cut": {id: tokens kept}}                                  answers cut back after a complaint
     {"done": {id: reason}}
     {"epoch": n}                                                before a ring is formed
+    {"ban": public key}                                         its node gets no seat again
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class RequestLog:
         self.by_number: dict[int, Kept] = {}
         self.epoch = 0  # of the last ring that was formed, or tried
         self.terms: dict[str, Any] = {}
+        self.banned: set[str] = set()  # public keys
         self.name = "in memory" if path is None else str(path)
         self._file: TextIO | None = None
         if path is not None:
@@ -84,6 +86,8 @@ class RequestLog:
                     del self.by_number[int(number)].answer[count:], self.by_number[int(number)].logprobs[count:]
             elif kind == "epoch":
                 self.epoch = value
+            elif kind == "ban":
+                self.banned.add(value)
             elif kind == "terms":
                 self.terms = value
             elif kind == "done":
@@ -145,6 +149,10 @@ class RequestLog:
     def begin(self, epoch: int) -> None:
         """A ring of this epoch is about to be formed: no later head may use the number again."""
         self._write({"epoch": epoch})
+
+    def ban(self, public_key: str) -> None:
+        """A verdict has fallen on this key."""
+        self._write({"ban": public_key})
 
     def unfinished(self) -> list[Kept]:
         """Requests to go on with, oldest first."""

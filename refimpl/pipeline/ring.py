@@ -8,10 +8,11 @@ not answer, or does not move, loses its seat to a spare node, and the ring is fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from refimpl.identity import is_public_key
 from refimpl.journal import Journal
 from refimpl.messages import Message, Ok
 from refimpl.pipeline.formation import Formation
@@ -56,6 +57,7 @@ class RingConfig:
     overdue_factor: float = 8.0  # a pass is overdue so many medians of its kind after that
     check_s: float = 0.5  # between looks at the clock
     spare_wait_s: float = 1.0  # between looks for a node, when none is left
+    strangers: bool = False  # nodes that the head was not started with may announce themselves, each under its own key
 
     def __post_init__(self) -> None:
         if (
@@ -67,9 +69,14 @@ class RingConfig:
             raise ValueError(f"cuts are {self.cuts}, expected ascending, from 1 on, and ending at {self.layers}")
 
 
+NODES_MAX = 1024
+"""No strangers beyond so many nodes."""
+
+
 class Ring:
     """The head's view of its ring. `stage` is the head's own; `nodes` maps names to public keys, in order of
-    use. `epoch`: the last one used, by an earlier head too; `begin` writes down the next before it is used."""
+    use. `epoch`: the last one used, by an earlier head too; `begin` writes down the next before it is used. `banned`:
+    public keys of nodes that are out; a key is out under every name."""
 
     def __init__(
         self,
@@ -80,17 +87,19 @@ class Ring:
         journal: Journal,
         epoch: int,
         begin: Callable[[int], None],
+        banned: Set[str],
     ) -> None:
         if next(iter(nodes), None) != world.name:
             raise ValueError(f"the first node of a ring must be the head's own, {world.name!r}; got {list(nodes)[:1]}")
+        if len(set(nodes.values())) != len(nodes):
+            raise ValueError(f"two of the nodes {list(nodes)} have one public key, expected a key for each")
         self.world, self.config, self.stage, self.journal = world, config, stage, journal
-        self._begin = begin
+        self._begin, self._banned = begin, banned
         self.nodes = dict(nodes)
         self.up = False
         self.epoch = epoch
         self.seats: list[str] = []  # node of each stage
         self.blockages: list[Blockage] = []
-        self.banned: set[str] = set()
         self._suspects: set[str] = set()
         self._link_sender = ""  # of the link that hung last
         self._alarm: Signal = world.signal()
@@ -101,6 +110,11 @@ class Ring:
         formation = self.stage.formation
         assert isinstance(formation, Formation)
         return formation
+
+    @property
+    def banned(self) -> list[str]:
+        """Names of the nodes that are out."""
+        return sorted(name for name, key in self.nodes.items() if key in self._banned)
 
     def alarm(self) -> None:
         """Look now."""
@@ -118,7 +132,7 @@ class Ring:
         """Seat every stage, have all load their layers and greet their neighbours. False: not this time."""
         seats = self._seated()
         if seats is None:
-            self.journal("no spare", banned=sorted(self.banned), suspects=sorted(self._suspects))
+            self.journal("no spare", banned=self.banned, suspects=sorted(self._suspects))
             self._suspects.clear()  # better a doubtful node than none: it may have recovered
             await self.quiet(self.config.spare_wait_s)
             return False
@@ -145,7 +159,7 @@ class Ring:
 
     def _seated(self) -> list[str] | None:
         """A node for each stage: those that sat well stay, spares take the other seats; None: there are too few."""
-        good = [name for name in self.nodes if name not in self.banned | self._suspects]
+        good = [name for name in self.nodes if name not in self._suspects.union(self.banned)]
         old = [*self.seats, *[""] * len(self.config.cuts)][: len(self.config.cuts)]
         seats = [name if name in good else "" for name in old]
         spares = [name for name in good if name not in seats]
@@ -261,15 +275,30 @@ class Ring:
         return Ok()
 
     async def announce(self, source: str, message: Announce) -> Message:
-        """A node can be a stage, or can again: it is used where one is missing."""
-        if message.version != VERSION or source in self.banned:
-            raise Refused(f"version {message.version} (here {VERSION}), or a banned node: not wanted here")
-        if self.nodes.get(source, message.public_key) != message.public_key:
-            raise Refused(f"node {source!r} is known under another key")
+        """A node can be a stage, or can again: it is used where one is missing. Raises `Refused` with the reason."""
+        if fault := self._unwanted(source, message):
+            raise Refused(fault)
         self.nodes.setdefault(source, message.public_key)
         self._suspects.discard(source)
         self.alarm()  # a seated node that announces itself was restarted, and its caches are gone
         return Ok()
+
+    def _unwanted(self, name: str, message: Announce) -> str:
+        """Why this node gets no seat here; empty if it may have one."""
+        key, known = message.public_key, self.nodes.get(name)
+        if message.version != VERSION:
+            return f"version is {message.version}, expected {VERSION}"
+        if key in self._banned or known in self._banned:
+            return f"node {name!r} is banned here"
+        if known is not None:
+            return "" if known == key else f"node {name!r} is known under another key"
+        if not self.config.strangers:
+            return f"node {name!r} is none of those that this ring was started with"
+        if key in self.nodes.values():
+            return f"the key of node {name!r} is that of a node with another name"
+        if not is_public_key(key):
+            return f"{key[:80]!r} is no public key"
+        return f"there are {NODES_MAX} nodes already" if len(self.nodes) >= NODES_MAX else ""
 
 
 def _moved(before: Sequence[Progress | None], after: Sequence[Progress | None]) -> bool:
