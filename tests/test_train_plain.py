@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from refimpl.grpo.loss import KlEstimator, Normaliser
+from refimpl.grpo.messages import Offer, SlotGiven
+from refimpl.grpo.rewards import LengthReward
 from refimpl.grpo.rollout import Sample
 from refimpl.model.weights import checkpoint_tensors, load_decoder
 from refimpl.tasks.scorer import own_rewards
-from refimpl.training.bench import Bench, greedy_accuracy
+from refimpl.training.__main__ import options_of, plan_of
+from refimpl.training.bench import Bench, greedy_accuracy, packed
 from refimpl.training.plain import PlainRun, run_plain
+from refimpl.training.plan import TrainPlan
 from refimpl.training.prices import step_work
 from refimpl.training.show import held_out
 from refimpl.work import Backward, Forward, Several
 from tests.training_run import small_plan
+
+SLOT = SlotGiven(index=3, folder=0, checkpoint=0, counter=1, place=1)
+KEY = "ab" * 32
 
 
 def run(**changes: Any) -> PlainRun:
@@ -79,3 +88,53 @@ def test_a_reference_is_priced() -> None:
     alone, with_reference = (step_work(size, rows, 1, reference=given) for given in (False, True))
     assert isinstance(alone, Backward) and isinstance(with_reference, Several)
     assert with_reference.parts[-1] == alone and isinstance(with_reference.parts[0], Forward)
+
+
+LENGTHS: dict[str, Any] = {"length_reward": "exact", "length_targets": (2, 4), "length_alpha": 0.1}
+
+
+def test_where_lengths_count_the_model_is_told_each_rows_target() -> None:
+    """Worker and validator make the same prompt of the slot; another's instruction is another prompt."""
+    plan = small_plan(**LENGTHS, problems_per_unit=4)
+    worker, validator = Bench(plan, score=own_rewards), Bench(plan, score=own_rewards)
+    rows = list(worker.make(SLOT, KEY, 0).rows)
+    assert {row.target_length for row in rows} == {2, 4}
+    for row in rows:
+        told = f"Think for {row.target_length} tokens before giving a response. "
+        asked = row.prompt.removeprefix(told)
+        assert asked == worker.problem(int(row.problem_id.rsplit("/", 1)[1]))[0].prompt and asked != row.prompt
+        assert row.input_tokens.tolist() == worker.tokenizer(row.prompt, add_special_tokens=False)["input_ids"]
+        assert row.length_penalty == pytest.approx(0.1 * abs(len(row.output_tokens) - row.target_length))
+
+    def code_of(rows: list[Sample]) -> str:
+        made = packed(rows)
+        return validator.inspect(Offer(KEY, SLOT, made.key, made.file)).code
+
+    assert code_of(rows) == "ok"
+    without = worker.problem(int(rows[0].problem_id.rsplit("/", 1)[1]))[1]
+    tokens = np.asarray(without.prompt, dtype=np.int32)
+    assert (
+        code_of([dataclasses.replace(rows[0], prompt=without.text, input_tokens=tokens), *rows[1:]]) == "wrong_problem"
+    )
+
+
+def test_a_request_in_words_has_its_instruction_last() -> None:
+    bench = Bench(small_plan(task="sums", length_reward="clip"), score=own_rewards)
+    problem, question = bench.problem(0, target=2000)
+    assert question.text == problem.prompt + " Think for maximally 2000 tokens before giving a response."
+    assert bench.problem(0)[1].text == problem.prompt
+
+
+def test_a_run_with_lengths_learns_and_is_evaluated_with_targets_too() -> None:
+    figures = run(steps=2, evaluate_every=2, evaluate_problems=16, **LENGTHS).figures
+    assert figures[1]["gradient_norm"] > 0 and 0 <= figures[1]["accuracy"] <= 1
+
+
+def test_lengths_and_the_loss_are_chosen_on_the_command_line() -> None:
+    line = "--length-reward exact --length-targets 2 4 --length-alpha 0.1 --kl 0.2 --kl-estimator k2 --normalizer cells"
+    plan = plan_of(options_of(line.split()))
+    assert (plan.length_reward, plan.length_targets, plan.length_alpha) == ("exact", (2, 4), 0.1)
+    assert plan.rules.length.kind is LengthReward.EXACT
+    loss = plan.step.loss
+    assert (loss.kl_coef, loss.kl_estimator, loss.normaliser) == (0.2, KlEstimator.K2, Normaliser.CELLS)
+    assert plan_of(options_of([])) == TrainPlan(), "the defaults are the plan's"

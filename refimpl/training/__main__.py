@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from refimpl.grpo.loss import KlEstimator, Normaliser
+from refimpl.grpo.rewards import LengthReward
 from refimpl.training.cheats import CHEATS
 from refimpl.training.launch import LaunchError, run_node, run_processes, run_rank
 from refimpl.training.plan import TrainPlan
@@ -60,6 +61,14 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--units", type=int, default=default.units_per_step, help="per version")
     parser.add_argument("--tokens", type=int, default=default.new_tokens_max, help="longest answer")
     parser.add_argument(
+        "--length-reward",
+        choices=[one.value for one in LengthReward],
+        default=default.length_reward,
+        help="how an answer's length counts, beside its target, which the model is told",
+    )
+    parser.add_argument("--length-targets", type=int, nargs="+", default=default.length_targets, help="tokens")
+    parser.add_argument("--length-alpha", type=float, default=default.length_alpha, help="reward per token")
+    parser.add_argument(
         "--deadline-s", type=float, default=default.deadline_s, help="after which a slot is given to another worker"
     )
     parser.add_argument("--filter", action="store_true", help="train only answers that carry a signal")
@@ -93,6 +102,9 @@ def plan_of(options: argparse.Namespace) -> TrainPlan:
         group=options.group,
         units_per_step=options.units,
         new_tokens_max=options.tokens,
+        length_reward=options.length_reward,
+        length_targets=tuple(options.length_targets),
+        length_alpha=options.length_alpha,
         deadline_s=options.deadline_s,
         online_filter=options.filter,
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from refimpl.engine import ProofSettings, TorchEngine
 from refimpl.grpo.messages import Offer, SlotGiven
+from refimpl.grpo.rewards import NO_TARGET, length_instruction, target_lengths
 from refimpl.grpo.rollout import RolloutError, Sample, decode_rollouts, encode_rollouts
 from refimpl.grpo.unit import Brief, Question, brief, check_rewards, check_rows, check_texts, split_proofs, unit_samples
 from refimpl.grpo.validator import Finding
@@ -78,7 +79,7 @@ class Bench:
         self._pool: ScorerPool | None = None
         self._score = score or self._by_pool
         self._read: tuple[bytes | memoryview, list[Sample]] | None = None
-        self._problems: dict[tuple[Split, int], tuple[Problem, Question]] = {}
+        self._problems: dict[tuple[Split, int, int], tuple[Problem, Question]] = {}
 
     def close(self) -> None:
         if self._pool is not None:
@@ -86,18 +87,27 @@ class Bench:
 
     # -- what a slot decides --
 
-    def problem(self, index: int, split: Split = "train") -> tuple[Problem, Question]:
-        """Problem `index`, for the verifier and for the model."""
-        if (split, index) not in self._problems:
+    def problem(self, index: int, split: Split = "train", target: int = NO_TARGET) -> tuple[Problem, Question]:
+        """Problem `index`, for the verifier and for the model, which is told its `target` length, tokens."""
+        name = split, index, target
+        if name not in self._problems:
             problem = self.task.problem(index, level=self.plan.level, split=split)
+            text = self._instructed(problem.prompt, target)
             ids = (
-                chat_ids(self.tokenizer, problem.prompt)
+                chat_ids(self.tokenizer, text)
                 if self.task.chat
-                else list(self.tokenizer(problem.prompt, add_special_tokens=False)["input_ids"])
+                else list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             )
-            question = Question(problem_id=problem.problem_id, task=problem.task, text=problem.prompt, prompt=ids)
-            self._problems[split, index] = problem, question
-        return self._problems[split, index]
+            question = Question(problem_id=problem.problem_id, task=problem.task, text=text, prompt=ids)
+            self._problems[name] = problem, question
+        return self._problems[name]
+
+    def _instructed(self, prompt: str, target: int) -> str:
+        """A request has the instruction about its length after it; raw text, which the answer continues, before it."""
+        if target == NO_TARGET:
+            return prompt
+        instruction = length_instruction(target, self.rules.length.kind)
+        return f"{prompt} {instruction}" if self.task.chat else f"{instruction} {prompt}"
 
     def chosen(self, slot: SlotGiven, public_key: str) -> tuple[list[int], int]:
         """(problem indices, sampling seed) of a slot."""
@@ -113,7 +123,9 @@ class Bench:
 
     def brief(self, slot: SlotGiven, public_key: str) -> Brief:
         indices, seed = self.chosen(slot, public_key)
-        return brief([self.problem(index)[1] for index in indices], seed, self.rules)
+        targets = target_lengths(seed, self.rules.problems, self.rules.length)
+        questions = [self.problem(index, target=target)[1] for index, target in zip(indices, targets, strict=True)]
+        return brief(questions, seed, self.rules)
 
     # -- making --
 
@@ -290,9 +302,10 @@ class BenchInspector:
 
 
 def greedy_accuracy(bench: Bench, decoder: Decoder, problems: int) -> float:
-    """Share of held-out problems that the likeliest answer solves."""
+    """Share of held-out problems that the likeliest answer solves; where lengths count, with a target for each."""
     engine = TorchEngine(decoder, name="held out", proof=None, batch_max=256)
-    pairs = [bench.problem(index, "test") for index in range(problems)]
+    targets = target_lengths(0, problems, bench.rules.length)
+    pairs = [bench.problem(index, "test", target) for index, target in enumerate(targets)]
     training = decoder.training
     decoder.eval()
     answers = engine.generate(
