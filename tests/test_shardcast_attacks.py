@@ -53,6 +53,10 @@ def test_a_relay_that_lies_is_routed_around_and_noted(tamper: str) -> None:
         assert set(tree.origin.complaints) == {"relay0"} and len(tree.origin.complaints["relay0"]) == 2
     if tamper == "stale-version":
         assert {note["source"] for note in tree.of("behind")} == {"relay0"}
+    if tamper == "lies-about-index":
+        assert {note["relay"] for note in tree.of("empty_relay")} == {"relay0"}
+    if tamper == "slow-drip":
+        assert {note["relay"] for note in tree.of("slow_relay")} == {"relay0"}
     if tamper == "forged-version":
         assert {note["source"] for note in tree.of("no_news") if "signature" in note["reason"]} == {"relay0"}
 
@@ -126,6 +130,7 @@ def test_a_relay_that_drips_is_asked_for_the_rest_elsewhere(tmp_path: Path) -> N
         return tree.worlds["origin"].now() - started_s
 
     took_s = tree.fabric.run(main())
+    assert {note["relay"] for note in tree.of("slow_relay")} == {"relay0"}
     assert took_s < 25.0  # 103 pieces at 3 s each, ten at a time, would take 30 s
     held = tree.clients[0].puller.known.held[1]
     assert (tmp_path / "client0" / held.label / path.name).read_bytes() == path.read_bytes()

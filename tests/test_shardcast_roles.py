@@ -37,7 +37,7 @@ def test_every_client_gets_every_version_whole(policy: str) -> None:
         hoard = client.puller.hoard
         assert hoard is not None and hoard.complete and hoard.header.version == 2
         assert hoard.shelf.read(7, 0, 1 << 30).content_id == virtual_shards("content 2", LAYOUT)(7).content_id
-    assert not tree.of("wrong_shard")
+    assert not tree.of("wrong_shard") and not tree.of("empty_relay")
 
 
 def test_shards_travel_while_later_ones_are_still_being_cut() -> None:

@@ -52,6 +52,7 @@ class FetchRules:
     retry_s: float = 0.5  # first pause after a failed attempt at a shard; doubles each time
     retry_s_max: float = 15.0
     not_yet_s: float = 0.25  # before a relay is asked again for a shard that it did not have
+    not_yet_noted: int = 3  # answers of this kind, and not one shard: that is worth a note
     stall_s: float = 5.0  # a transfer without a byte for this long will never end
     drip: float = 10.0  # nor will one that still needs this many times what another relay would need for the whole
     hedge_gain: float = 0.5  # ask twice when the second is expected within this share of what the first still needs
@@ -90,6 +91,8 @@ class FetchPlan:
     def __init__(self, policy: RelayChoice, rules: FetchRules | None = None) -> None:
         self.policy, self.rules = policy, rules or FetchRules()
         self.banned: dict[str, str] = {}  # relay -> why
+        self._not_yet: Counter[str] = Counter()  # by relay: how often it did not have what it was asked for
+        self._gave: Counter[str] = Counter()  # shards by relay
         self._wrong: Counter[str] = Counter()  # wrong shards by relay, for as long as this plan lasts
         self._pardoned = ""  # the relay that is asked again although it sent a wrong shard
         self._pardons = 0
@@ -120,6 +123,22 @@ class FetchPlan:
         """The transfer has begun and not ended."""
         return ticket in self._transfers
 
+    def relay_of(self, ticket: int) -> str:
+        """Whom a transfer that is under way comes from."""
+        return self._transfers[ticket].relay
+
+    def shard_of(self, ticket: int) -> int:
+        """What it brings, by the number under which it was offered."""
+        return self._transfers[ticket].index
+
+    def empty_handed(self) -> dict[str, int]:
+        """Relays that gave nothing, and said again and again that they would soon: how often."""
+        return {
+            relay: count
+            for relay, count in sorted(self._not_yet.items())
+            if count >= self.rules.not_yet_noted and not self._gave[relay]
+        }
+
     def progress(self, ticket: int, received_bytes: int, now_s: float) -> None:
         """So much has arrived on this transfer so far."""
         transfer = self._transfers[ticket]
@@ -131,6 +150,7 @@ class FetchPlan:
     def arrived(self, ticket: int, now_s: float) -> list[int]:
         """The shard is complete and verified. Returns the tickets of other transfers of it: stop them."""
         transfer = self._end(ticket)
+        self._gave[transfer.relay] += 1
         self._observe(transfer, transfer.size_bytes, now_s, ok=True)
         self._resort_works |= transfer.relay == self._last_resort
         shard = self._shards.pop(transfer.index, None)
@@ -150,6 +170,7 @@ class FetchPlan:
     def not_yet(self, ticket: int, now_s: float) -> None:
         """The relay does not have the shard so far."""
         transfer = self._end(ticket)
+        self._not_yet[transfer.relay] += 1
         self.policy.release(transfer.relay)
         shard = self._shards.get(transfer.index)
         if shard is not None:

@@ -26,12 +26,13 @@ from refimpl.shardcast.fetch import Fetch, FetchPlan, FetchRules
 from refimpl.shardcast.hoard import Hoard
 from refimpl.shardcast.job import Job
 from refimpl.shardcast.known import Known
+from refimpl.shardcast.layout import SHARDS_MAX
 from refimpl.shardcast.manifest import Equivocation, Manifest, Stretch, Verify
 from refimpl.shardcast.messages import AskShard, News, signed_complaint
 from refimpl.shardcast.route import Speeds
 from refimpl.shardcast.shelf import Store
 from refimpl.work import Hash, Spread
-from refimpl.world import CallError, World
+from refimpl.world import CallError, Timeout, World
 
 LOOK_AGAIN_S = 1e-3
 """Least pause before the plan is asked again, so that rounding cannot make it be asked for ever in one instant."""
@@ -308,7 +309,10 @@ class Puller:
             if job.plan.knows(ticket):
                 job.plan.progress(ticket, received, now_s)
         if self.config.piece_bytes is not None:  # else a transfer shows no progress before it ends
-            job.cut_off.update(job.plan.overdue(now_s, self.sources))
+            for ticket in job.plan.overdue(now_s, self.sources):
+                if ticket not in job.cut_off:
+                    job.cut_off.add(ticket)
+                    self._note_slow(job.plan.relay_of(ticket), job.plan.shard_of(ticket), "cut off")
         while True:
             step = job.plan.next(self.world.now(), self.world.rng, self.sources, self.config.origin)
             if job.plan.all_lied and not job.told_that_all_lied:
@@ -362,6 +366,8 @@ class Puller:
             await self._complain(hoard, fetch.relay, index, b"")
         except (CallError, StoreError) as error:
             self.trouble = str(error)
+            if isinstance(error, Timeout):
+                self._note_slow(fetch.relay, fetch.index, str(error))
             if plan.knows(fetch.ticket):
                 plan.failed(fetch.ticket, self.world.now(), self.world.rng, offset=hoard.shelf.received(index))
         finally:
@@ -382,10 +388,15 @@ class Puller:
         else:
             hoard.check(index)
             self.journal("shard", version_id=hoard.header.id[:16], index=index, relay=fetch.relay)
-            plan.arrived(fetch.ticket, self.world.now())
+            for other in plan.arrived(fetch.ticket, self.world.now()):
+                if other < fetch.ticket:  # it began earlier
+                    self._note_slow(plan.relay_of(other), fetch.index, f"overtaken by {fetch.relay}")
             self._arrivals.came(size, self.world.now())
             self.on_change(hoard)
             self._see_what_came()
+
+    def _note_slow(self, relay: str, key: int, what: str) -> None:
+        self.journal("slow_relay", relay=relay, index=key % SHARDS_MAX, what=what)
 
     async def _complain(self, hoard: Hoard, relay: str, index: int, found: bytes) -> None:
         """Say it to the origin, signed; where that is not known, to the other sources, which pass it on."""
@@ -420,6 +431,8 @@ class Puller:
         if job is self._job and (job.target.published or job.over):
             if not job.target.published:
                 self._give_up(job)
+            for relay, count in job.plan.empty_handed().items():
+                self.journal("empty_relay", relay=relay, version=job.target.header.version, not_yet=count)
             self._job = None
         self._choose_job()
         self._see_what_came()

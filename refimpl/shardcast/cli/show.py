@@ -49,6 +49,10 @@ class Notes:
                 return f"version {said['version']} is here, whole and verified"
             case "wrong_shard" if said["relay"]:
                 return f"{said['relay']} sent a wrong shard {said['index']}; not asked again for this version"
+            case "slow_relay":
+                return f"{said['relay']} is too slow with shard {said['index']}: {said['what']}"
+            case "empty_relay":
+                return f"{said['relay']} gave nothing of version {said['version']}: {said['not_yet']} times 'not yet'"
             case "complaint":
                 return f"{said['by'][:16]}… complains of {said['relay']}: wrong shard {said['index']}"
             case "abandoned":
