@@ -1,12 +1,17 @@
 """A ring's processes as their parent starts and stops them: with small shell scripts in the place of Python."""
 
+import dataclasses
+import itertools
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from refimpl.pipeline import launch
-from refimpl.pipeline.launch import HUGE_PAGES, LaunchError, NodeEntry, environment, start, started
+from refimpl.pipeline.__main__ import arguments_of, node_file, prepared
+from refimpl.pipeline.launch import HUGE_PAGES, LaunchError, NodeEntry, cut, environment, even_cut, start, started
+from tests.small_ring import CONFIG
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-in for Python is a shell script")
 SAYS = 'read -r config; echo "{\\"url\\": \\"$PYTHONMALLOC $GLIBC_TUNABLES\\"}"; exec cat > said'
@@ -85,3 +90,63 @@ def test_a_child_that_will_not_stop_is_killed_and_reaped(tmp_path, monkeypatch):
     with started([NodeEntry(name="a", python=script(tmp_path, "python", body))], [{}]) as (child,):
         assert child.url == "u"
     assert child.process.returncode == -9 and child.process.stdout.closed
+
+
+# -------------------------------------------------------------------------------------------------------- the cut
+NEAR, FAR = {"name": "a", "layer_ms": 1.0}, {"name": "b", "layer_ms": 10.0, "latency_ms": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("far", "micro_batches", "objective", "stages"),
+    [
+        ({}, 1, "throughput", [("a", 30)]),  # alone 30 ms; any layer on b costs 200 ms of line
+        ({}, 7, "throughput", [("a", 30)]),  # alone 210 ms, with b 29 + 10 + 200 at best
+        ({}, 16, "throughput", [("a", 28), ("b", 2)]),  # alone 480 ms, with b 16 x 28
+        ({}, 16, "latency", [("a", 30)]),
+        ({"latency_ms": 0.0}, 1, "throughput", [("a", 30)]),
+        ({"latency_ms": 0.0}, 2, "throughput", [("a", 28), ("b", 2)]),  # alone 60 ms, with b 2 x 28
+        ({"downlink_mbit_s": 0.1}, 16, "throughput", [("a", 30)]),  # 8 x 24 x 4 bytes: 61 ms of line, 16 times
+        ({"uplink_mbit_s": 0.1}, 16, "throughput", [("a", 28), ("b", 2)]),  # only tokens go that way
+        ({"memory_gb": 1e-9}, 16, "throughput", [("a", 30)]),
+    ],
+)
+def test_the_cut_is_the_best_for_what_is_asked(far, micro_batches, objective, stages):
+    """Micro-batches, latency and rate of the lines decide whether a slow, far node is worth its hop."""
+    nodes = [NodeEntry(**NEAR), NodeEntry(**(FAR | far))]
+    found = cut(
+        dataclasses.replace(CONFIG, layers=30),
+        nodes,
+        rows=8,
+        micro_batches=micro_batches,
+        capacity_tokens=64,
+        dtype="float32",
+        objective=objective,
+    )
+    assert [(stage.device, stage.end - stage.first) for stage in found.stages] == stages and found.exact
+
+
+def test_equal_stages_hold_every_layer_once():
+    nodes = [NodeEntry(name=str(at)) for at in range(9)]
+    for count in range(1, 10):
+        edges = [0, *even_cut(CONFIG, nodes[:count])]
+        held = [end - first for first, end in itertools.pairwise(edges)]
+        assert sum(held) == CONFIG.layers and len(held) == min(count, CONFIG.layers) and max(held) - min(held) <= 1
+
+
+def test_the_command_passes_on_what_the_cut_is_for(tmp_path, capsys):
+    """From its options and the node file to the partition, and what came of it to the user."""
+    file = tmp_path / "ring.toml"
+    tiny = Path(__file__).parent / "data" / "tiny-model"
+    file.write_text(f'model = "{tiny}"\n[[node]]\nname = "a"\n[[node]]\nname = "b"\nlayer_ms = 2.0\nlatency_ms = 1.0\n')
+    for more, edges in (
+        (["--micro-batches", "1"], [5]),  # 5 ms
+        (["--micro-batches", "4"], [4, 5]),  # 4 x 4 ms, alone 20 ms
+        (["--micro-batches", "4", "--objective", "latency"], [5]),
+    ):
+        options = arguments_of().parse_args(["--nodes", str(file), *more])
+        entries, configs = prepared(options, node_file(options), [[1]])
+        assert configs[0]["ring"]["cuts"] == edges and [entry.name for entry in entries] == ["a", "b"]
+    said = capsys.readouterr().out
+    assert "cut for throughput with 1 x 8 sequences: cycle 5 ms, one token 5 ms" in said and "; without b" in said
+    assert "cut for throughput with 4 x 8 sequences: cycle 16 ms, one token 8 ms" in said
+    assert "cut for latency with 4 x 8 sequences: cycle 5 ms" in said

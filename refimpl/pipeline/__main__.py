@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from refimpl.model.config import ModelConfig
-from refimpl.pipeline.launch import LaunchError, NodeEntry, NodeFile, cut, started
+from refimpl.pipeline.launch import LaunchError, NodeEntry, NodeFile, cut, even_cut, started
 from refimpl.pipeline.partition import NoCut
 from refimpl.tokenizer import chat_ids, load_tokenizer
 
@@ -26,6 +26,12 @@ def arguments_of() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="a checkpoint folder")
     parser.add_argument("--stages", type=int, default=2, help="processes on this machine")
     parser.add_argument("--cuts", help="where the stages end, such as 3,5,9; without it the partition decides")
+    parser.add_argument(
+        "--objective",
+        choices=["throughput", "latency"],
+        help="what the partition looks for: tokens/s with all micro-batches (of a node file, unless said otherwise), or "
+        "the time of one token; slow nodes may be left out. Without it, --stages are equal",
+    )
     parser.add_argument("--spares", type=int, default=0, help="more processes, for stages that are lost")
     parser.add_argument("--nodes", help="a node file, for several machines")
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
@@ -81,15 +87,7 @@ def prepared(
     """The nodes in the ring's order, spares last, and each one's configuration."""
     config = ModelConfig.from_pretrained(plan.model)
     seated = [node for node in plan.nodes if not node.spare]
-    sequences = options.micro_batches * options.rows
-    if options.cuts:
-        cuts = [int(at) for at in options.cuts.split(",")]
-        if len(cuts) > len(seated):
-            raise ValueError(f"--cuts names {len(cuts)} stages, there are {len(seated)} nodes")
-        used = [node.name for node in seated[: len(cuts)]]
-    else:
-        parts = cut(config, seated, sequences=sequences, capacity_tokens=options.capacity_tokens, dtype=plan.dtype)
-        used, cuts = [stage.device for stage in parts.stages], [stage.end for stage in parts.stages]
+    used, cuts = _cut(options, plan, config, seated)
     entries = [node for name in used for node in plan.nodes if node.name == name]
     entries += [node for node in plan.nodes if node.name not in used]
     for name, first, end in zip(used, [0, *cuts], cuts, strict=False):
@@ -121,6 +119,41 @@ def prepared(
         ],
     }
     return entries, [common | {"node": dataclasses.asdict(entry)} for entry in entries]
+
+
+def _cut(
+    options: argparse.Namespace, plan: NodeFile, config: ModelConfig, seated: Sequence[NodeEntry]
+) -> tuple[list[str], list[int]]:
+    """The nodes that get a stage, and where each stage ends. Says how that was decided."""
+    if options.cuts:
+        cuts = [int(at) for at in options.cuts.split(",")]
+        if len(cuts) > len(seated):
+            raise ValueError(f"--cuts names {len(cuts)} stages, there are {len(seated)} nodes")
+        return [node.name for node in seated[: len(cuts)]], cuts
+    if not options.nodes and options.objective is None:
+        cuts = even_cut(config, seated)
+        return [node.name for node in seated[: len(cuts)]], cuts
+    objective = options.objective or "throughput"
+    found = cut(
+        config,
+        seated,
+        rows=options.rows,
+        micro_batches=options.micro_batches,
+        capacity_tokens=options.capacity_tokens,
+        dtype=plan.dtype,
+        objective=objective,
+    )
+    used = [stage.device for stage in found.stages]
+    left = [node.name for node in seated if node.name not in used]
+    cycle_ms, token_ms, slowest_ms = (
+        round(seconds * 1e3, 3) for seconds in (found.cycle_s, found.latency_s, found.bottleneck_s)
+    )
+    print(
+        f"cut for {objective} with {options.micro_batches} x {options.rows} sequences: cycle {cycle_ms:g} ms, "
+        f"one token {token_ms:g} ms, slowest stage or line {slowest_ms:g} ms"
+        + (f"; without {', '.join(left)}" if left else "")
+    )
+    return used, [stage.end for stage in found.stages]
 
 
 def show(prompts: Sequence[str], result: dict[str, Any], tokenizer: Any) -> None:

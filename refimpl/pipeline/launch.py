@@ -14,7 +14,9 @@ Each node is `python -m refimpl.pipeline.node`, which reads its configuration fr
     command = ["ssh", "10.0.0.7", "cd armillary &&"]
     python = ".venv/bin/python"
     memory_gb = 24.0                            # for weights and caches
-    layer_ms = 0.8                              # one micro-batch through one layer: more layers go to faster nodes
+    layer_ms = 0.8                              # one micro-batch through one layer
+    latency_ms = 0.0                            # added one way to whatever it sends and receives
+    uplink_mbit_s = 100.0                       # its line is slowed down to this
     threads = 8
 """
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,8 +35,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from refimpl.model.config import ModelConfig
-from refimpl.pipeline.partition import Chain, Device, Partition, chain_of, partition, uniform_links
+from refimpl.pipeline.partition import Chain, Device, Links, Objective, Partition, chain_of, partition
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """A tunable of a child's glibc: its heap, with Python's objects in it, in huge pages. A stage sleeps between passes,
@@ -97,13 +102,36 @@ class NodeFile:
 
 
 def cut(
-    config: ModelConfig, nodes: Sequence[NodeEntry], *, sequences: int, capacity_tokens: int, dtype: str
+    config: ModelConfig,
+    nodes: Sequence[NodeEntry],
+    *,
+    rows: int,
+    micro_batches: int,
+    capacity_tokens: int,
+    dtype: str,
+    objective: Objective,
 ) -> Partition:
-    """Which node holds which layers: least bottleneck, in the order of the nodes. Raises `NoCut`."""
-    size = config.size(bytes_per_weight=2.0 if dtype == "bfloat16" else 4.0)
-    chain: Chain = chain_of(size, sequences, capacity_tokens, tied=config.tied_head)
+    """Which node holds which layers, in the order of the nodes, some of which may be left out: the least cycle of so
+    many micro-batches of `rows` sequences over the nodes' lines, or the least latency of one token. Raises `NoCut`."""
+    width = 2 if dtype == "bfloat16" else 4
+    size = config.size(bytes_per_weight=float(width))
+    chain: Chain = chain_of(size, rows * micro_batches, capacity_tokens, tied=config.tied_head)
     devices = [Device(name=n.name, memory_bytes=n.memory_gb * 1e9, layer_s=n.layer_ms / 1e3) for n in nodes]
-    return partition(chain, devices, uniform_links(len(devices)), objective="throughput", order="given")
+    links = links_of(nodes, rows * config.hidden * width)
+    return partition(chain, devices, links, objective=objective, micro_batches=micro_batches, order="given")
+
+
+def even_cut(config: ModelConfig, nodes: Sequence[NodeEntry]) -> list[int]:
+    """Where the stages end when as many nodes as there are layers for have a stage each, equal within one layer."""
+    stages = min(len(nodes), config.layers)
+    return [config.layers * (at + 1) // stages for at in range(stages)]
+
+
+def links_of(nodes: Sequence[NodeEntry], hop_bytes: int) -> Links:
+    """Every pair of nodes: the latency of both lines, and how long one hop's activations occupy the slower of them."""
+    latency_s = np.array([[(a.latency_ms + b.latency_ms) / 1e3 for b in nodes] for a in nodes])
+    rates = [[min(a.uplink_mbit_s or math.inf, b.downlink_mbit_s or math.inf) for b in nodes] for a in nodes]
+    return Links(latency_s=latency_s, transfer_s=hop_bytes * 8 / 1e6 / np.array(rates))
 
 
 @dataclass(slots=True)
