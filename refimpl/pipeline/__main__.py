@@ -29,8 +29,8 @@ def arguments_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--objective",
         choices=["throughput", "latency"],
-        help="what the partition looks for: tokens/s with all micro-batches (of a node file, unless said otherwise), or "
-        "the time of one token; slow nodes may be left out. Without it, --stages are equal",
+        help="what the partition looks for: tokens/s with all micro-batches (the default for a node file), or the time "
+        "of one token; slow nodes may be left out. Without it, --stages are equal",
     )
     parser.add_argument("--spares", type=int, default=0, help="more processes, for stages that are lost")
     parser.add_argument("--nodes", help="a node file, for several machines")
