@@ -16,7 +16,7 @@ from typing import Any
 
 from refimpl.model.config import ModelConfig
 from refimpl.pipeline.launch import LaunchError, NodeEntry, NodeFile, cut, even_cut, started
-from refimpl.pipeline.partition import NoCut
+from refimpl.pipeline.partition import NoCut, Objective
 from refimpl.tokenizer import chat_ids, load_tokenizer
 
 
@@ -133,7 +133,7 @@ def _cut(
     if not options.nodes and options.objective is None:
         cuts = even_cut(config, seated)
         return [node.name for node in seated[: len(cuts)]], cuts
-    objective = options.objective or "throughput"
+    objective: Objective = options.objective or "throughput"
     found = cut(
         config,
         seated,
