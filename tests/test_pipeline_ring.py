@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from refimpl.messages import size_bytes
 from refimpl.model.sampler import Sampling, sample
 from refimpl.model.weights import content_hash, load_decoder
 from refimpl.pipeline.compute import StageCompute, likeliest, torch_parts
 from refimpl.pipeline.messages import Greeting, Hop, JoinRing, hop_of, pass_of
-from refimpl.pipeline.schedule import HeadSchedule, Request, StageRows
+from refimpl.pipeline.schedule import HeadSchedule, Pass, PassRow, Request, StageRows
 from refimpl.pipeline.stage import StageConfig
 from refimpl.world import Refused
 from refimpl.worlds.asyncio_node import Line
@@ -88,6 +89,14 @@ def test_logits_are_those_of_one_process(checkpoint, stages):
             assert (ours - theirs).abs().max() < 1e-4
             text.append(int(theirs.argmax()))
         assert len(logits[i]) == 6
+
+
+@pytest.mark.parametrize(("rows", "signed", "beside"), [(1, False, 175), (1, True, 239), (24, True, 423)])
+def test_what_a_hop_costs_beside_its_tensor(rows, signed, beside):
+    """A frame of 167 bytes, 8 for each row, 64 for the signature."""
+    made = Pass(1, 5, 0, 0, tuple(PassRow(at, 40, 1, True, 3, 7) for at in range(rows)))
+    hop = hop_of(made, np.zeros((rows, 576), np.uint16), (), bytes(64 * signed))
+    assert size_bytes(hop) - rows * 576 * 2 == beside
 
 
 def test_bfloat16_travels_bit_for_bit(checkpoint):
