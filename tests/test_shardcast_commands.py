@@ -151,14 +151,31 @@ def test_an_origin_that_is_started_again_goes_on_after_what_it_has_published(tmp
     assert [path.name[:9] for path in sorted((tmp_path / "o").glob("v*"))] == ["v00000001", "v00000002", "v00000003"]
 
 
-def test_an_origin_that_has_lost_its_store_is_found_out_before_old_bytes_pass_for_new(tmp_path: Path) -> None:
+def test_a_run_whose_store_is_lost_uses_no_number_twice(tmp_path: Path) -> None:
+    path, key = tmp_path / "model", tmp_path / "key"
+    for number in (1, 2):
+        path.write_bytes(bytes([number]) * 1000)
+        with Process(
+            tmp_path / f"{number}.log", "origin", path, "--run", "r", "--key", key, "--store", tmp_path / f"o{number}"
+        ) as origin:
+            url = origin.wait_for(r"at (http://\S+),")[1]
+            origin.wait_for(f"version {number} is out")
+            with Process(
+                tmp_path / "log", "pull", url, "--origin-key", f"{key}.pub", "--store", tmp_path / "c"
+            ) as pull:
+                assert pull.wait() == 0, pull.text
+        assert (tmp_path / "c" / "newest" / "model").read_bytes() == path.read_bytes()
+
+
+def test_an_origin_that_has_lost_everything_but_its_key_is_found_out(tmp_path: Path) -> None:
     """It gives version 1 a second content, of the same name and size. The relay says so, and so does who holds the
-    first."""
+    first: old bytes never pass for new."""
     path, key = tmp_path / "model", tmp_path / "key"
     contents, labels = [b"old" * 1000, b"new" * 1000], []
     pull = ("pull", "--origin-key", f"{key}.pub", "--patience-s", 3, "--store")
     for number, content in enumerate(contents):
         path.write_bytes(content)
+        (tmp_path / "key.r.version").unlink(missing_ok=True)
         origin = Process(
             tmp_path / f"origin{number}.log", "origin", path, "--run", "r", "--key", key,
             "--store", tmp_path / f"o{number}",

@@ -215,7 +215,8 @@ class CutDiskShelf(DiskShelf):
 
 class DiskStore:
     """All versions of one run under `root`. `link`: an origin's files are linked, not copied; they must then not be
-    changed in place afterwards. `workers`: threads that cut, compare and apply (None: as many as there are cores)."""
+    changed in place afterwards. `workers`: threads that cut, compare and apply (None: as many as there are cores).
+    `counter`: a file elsewhere that knows the last version number as well, for an origin that loses its store."""
 
     def __init__(
         self,
@@ -225,7 +226,9 @@ class DiskStore:
         durable: bool = False,
         link: bool = False,
         workers: int | None = None,
+        counter: Path | None = None,
     ) -> None:
+        self._counters = [root / COUNTER_NAME, *([counter] if counter else [])]
         self.versions = VersionStore(root, reserve_bytes=reserve_bytes)
         self.durable, self.link, self.workers = durable, link, workers or cores()
         self._comparisons: dict[tuple[str, str], Comparison] = {}  # of the last target, by header ids
@@ -254,34 +257,21 @@ class DiskStore:
         return good, problems
 
     def claim_version(self) -> int:
-        last = self._counted(COUNTER_NAME)
+        last = max(_counted(path) for path in self._counters)
         for folder in self.root.glob("v*"):
             digits = folder.name[1:9]
             last = max(last, int(digits) if digits.isdigit() else 0)
-        self._count(COUNTER_NAME, last + 1)
+        for path in self._counters:
+            _count(path, last + 1)
         return last + 1
 
     def claim_order(self, number: int) -> bool:
         """Take an order to publish. False: this number, or a later one, was taken before, perhaps by a process that has
         ended since."""
-        if number <= self._counted(ORDER_NAME):
+        if number <= _counted(self.root / ORDER_NAME):
             return False
-        self._count(ORDER_NAME, number)
+        _count(self.root / ORDER_NAME, number)
         return True
-
-    def _counted(self, name: str) -> int:
-        path = self.root / name
-        return int(path.read_text()) if path.is_file() else 0
-
-    def _count(self, name: str, number: int) -> None:
-        """On disk before anything follows from it."""
-        hidden = self.root / f"{name}.new"
-        with full_disk_named(self.root):
-            with open(hidden, "w") as file:
-                file.write(str(number))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(hidden, self.root / name)
 
     def begin(self, header: Header) -> DiskShelf:
         shelf = self._shelves.get(header.id)
@@ -354,6 +344,21 @@ class DiskStore:
                 return Applier(self.versions, base, sha256, assembly, shelf._locks).apply(increments, self.workers)
             except FileNotFoundError as error:
                 raise StoreError(f"{error.filename} was removed while it was read") from error
+
+
+def _counted(path: Path) -> int:
+    return int(path.read_text()) if path.is_file() else 0
+
+
+def _count(path: Path, number: int) -> None:
+    """On disk before anything follows from it."""
+    hidden = path.with_name(f"{path.name}.new")
+    with full_disk_named(path.parent):
+        with open(hidden, "w") as file:
+            file.write(str(number))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(hidden, path)
 
 
 def layout_of(path: Path, shard_bytes: int) -> tuple[Layout, list[Path]]:

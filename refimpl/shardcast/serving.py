@@ -32,7 +32,7 @@ Spoil = Callable[[int, Blob], Blob]
 class ServingConfig:
     """Whom a node tells of news, and on what terms it serves."""
 
-    below: tuple[str, ...] = ()  # nodes that are told as soon as there is something new
+    below: tuple[str, ...] = ()  # nodes that are told as soon as there is something new; others ask, and wait here
     keep: int = 5  # versions
     hold_s: float = 0.0  # how long a request for a shard that is on its way is held before it is told "not yet"
     announce_timeout_s: float = 10.0

@@ -19,6 +19,7 @@ from refimpl.shardcast.cli.show import Bar, Notes
 from refimpl.shardcast.client import Client
 from refimpl.shardcast.disk import StoreError, place, read_blocks
 from refimpl.shardcast.disk_store import DiskStore, layout_of
+from refimpl.shardcast.document import check_name
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.limits import ServingLimits
 from refimpl.shardcast.manifest import Manifest
@@ -41,7 +42,7 @@ ANSWER_TIMEOUT_S = 30.0
 ORDER_TIMEOUT_S = 86_400.0
 
 
-def _store(options: argparse.Namespace) -> DiskStore:
+def _store(options: argparse.Namespace, counter: Path | None = None) -> DiskStore:
     options.store.mkdir(parents=True, exist_ok=True)
     return DiskStore(
         options.store,
@@ -49,6 +50,7 @@ def _store(options: argparse.Namespace) -> DiskStore:
         durable=options.durable,
         link=getattr(options, "link", False),
         workers=options.workers or None,
+        counter=counter,
     )
 
 
@@ -111,8 +113,15 @@ def serve_package(world: HttpWorld, server: ShardServer, store: DiskStore, optio
 
 # ------------------------------------------------------------------------------------------------------------- origin
 def run_origin(options: argparse.Namespace) -> int:
-    store, notes = _store(options), Notes(options.journal, quiet=options.quiet)
+    check_name(options.run, "run id")  # it is part of a file's name now
+    # beside the key, so that a run whose store was lost uses no number for the second time
+    counter: Path | None = options.key.with_name(f"{options.key.name}.{options.run}.version")
+    notes = Notes(options.journal, quiet=options.quiet)
     identity = load_or_make_key(options.key)
+    if not os.access(options.key.parent, os.W_OK):
+        notes("problem", path=str(counter), reason="cannot be written: version numbers are kept in the store only")
+        counter = None
+    store = _store(options, counter)
     shard_bytes = round(options.shard_mb * 1e6)
     orders = [layout_of(path, shard_bytes) for path in options.paths]  # refuse before anything runs
     found = _found(store, identity.public_key, notes)
