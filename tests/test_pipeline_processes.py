@@ -1,5 +1,6 @@
 """The ring as real processes over HTTP: same tokens as one process, also when one of them is killed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,20 @@ def test_a_killed_process_leaves_no_trace(truth):
         children[1].process.kill()
         result = children[0].read()
         assert result["answers"] == answers and result["epoch"] == 2
+
+
+@pytest.mark.slow
+def test_the_command_picks_its_schedule(capsys):
+    """Measured on the ring itself, and said; the answers are those of a ring that was told."""
+    base = ["--model", str(TINY), "--dtype", "float32", "--prompt", "12+34=", "--prompt", "7+8=", "--new-tokens", "6"]
+    said = []
+    for more in ("1", "auto"):
+        assert main([*base, "--micro-batches", more]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0].split("tokens in")[0] == said[1].split("tokens in")[0]
+    assert re.search(
+        r"picked [12] micro-batch\(es\) of [12]: at best .*; measured: 1 rows .* \+ .* ms, 2 rows", said[1]
+    )
 
 
 @pytest.mark.slow

@@ -38,14 +38,24 @@ def arguments_of() -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=8, help="sequences of one micro-batch")
+    parser.add_argument(
+        "--micro-batches",
+        type=number_or_auto,
+        default=1,
+        help="a number, or auto: passes are measured, and what they take decides (`tune.py`)",
+    )
+    parser.add_argument("--rows", type=int, default=8, help="sequences of one micro-batch; with auto: of all at most")
     parser.add_argument("--capacity-tokens", type=int, default=1024, help="of one sequence")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--latency-ms", type=float, default=0.0, help="injected per hop")
     parser.add_argument("--signed", action="store_true", help="sign every hop, commit to every chunk")
     parser.add_argument("--record", help="file that keeps requests and tokens over a restart")
     return parser
+
+
+def number_or_auto(text: str) -> int | None:
+    """A number; None for "auto"."""
+    return None if text == "auto" else int(text)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -134,11 +144,15 @@ def _cut(
         cuts = even_cut(config, seated)
         return [node.name for node in seated[: len(cuts)]], cuts
     objective: Objective = options.objective or "throughput"
+    micro_batches, rows = options.micro_batches, options.rows
+    if micro_batches is None:  # not measured yet: as many as nodes, which can all be busy then
+        micro_batches = min(len(seated), rows)
+        rows //= micro_batches
     found = cut(
         config,
         seated,
-        rows=options.rows,
-        micro_batches=options.micro_batches,
+        rows=rows,
+        micro_batches=micro_batches,
         capacity_tokens=options.capacity_tokens,
         dtype=plan.dtype,
         objective=objective,
@@ -149,7 +163,7 @@ def _cut(
         round(seconds * 1e3, 3) for seconds in (found.cycle_s, found.latency_s, found.bottleneck_s)
     )
     print(
-        f"cut for {objective} with {options.micro_batches} x {options.rows} sequences: cycle {cycle_ms:g} ms, "
+        f"cut for {objective} with {micro_batches} x {rows} sequences: cycle {cycle_ms:g} ms, "
         f"one token {token_ms:g} ms, slowest stage or line {slowest_ms:g} ms"
         + (f"; without {', '.join(left)}" if left else "")
     )
@@ -157,11 +171,21 @@ def _cut(
 
 
 def show(prompts: Sequence[str], result: dict[str, Any], tokenizer: Any) -> None:
-    """Answers and speed."""
+    """Answers and speed, and which schedule was picked."""
     for prompt, tokens in zip(prompts, result["answers"], strict=True):
         print(f"\n> {prompt}\n{tokenizer.decode(tokens, skip_special_tokens=True)}")
     made, seconds = sum(map(len, result["answers"])), result["seconds"]
     print(f"\n{made} tokens in {seconds:.2f} s: {made / seconds:.1f} tokens/s; formed {result['epoch']} time(s)")
+    if picked := result["picked"]:
+        taus = (
+            f"{rows} rows {' + '.join(f'{seconds * 1e3:.3g}' for seconds in times_s)} ms"
+            for rows, times_s in picked["tau_s"].items()
+        )
+        print(
+            f"picked {picked['micro_batches']} micro-batch(es) of {picked['rows']}: at best "
+            f"{picked['tokens_per_s']:.1f} tokens/s, {picked['gain']:.2f} times those of one micro-batch; measured: "
+            f"{', '.join(taus)}; a hop {picked['hop_s'] * 1e3:.3g} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from refimpl.pipeline.head import Head
 from refimpl.pipeline.requests import RequestLog
 from refimpl.pipeline.ring import RingConfig
 from refimpl.pipeline.stage import Stage, StageConfig
+from refimpl.pipeline.tune import tuned
 from refimpl.threads import set_threads
 from refimpl.world import Signal, World
 from refimpl.worlds.asyncio_node import Line
@@ -136,7 +137,10 @@ async def _answer(world: World, stage: Stage, config: dict[str, Any], keys: Mapp
         "stop_tokens": frozenset(config["ring"]["stop_tokens"]),
     }
     nodes = {name: keys[name] for name in config["names"]}
-    head = Head(world, RingConfig(**ring), stage, nodes, RequestLog(config["record"]))
+    given, picked = RingConfig(**(ring | {"micro_batches": ring["micro_batches"] or 1})), None
+    if ring["micro_batches"] is None:
+        given, picked = await tuned(world, stage, given, nodes, min(given.rows, len(config["requests"])))
+    head = Head(world, given, stage, nodes, RequestLog(config["record"]))
     head.serve()
     world.spawn(head.run(), "head")
     while not head.ring.up:
@@ -155,6 +159,7 @@ async def _answer(world: World, stage: Stage, config: dict[str, Any], keys: Mapp
         "epoch": head.ring.epoch,
         "tau_s": [c.busy_s / max(1, c.computed) if c is not None else None for c in counters],
         "cycle_s": head.cycle_s(),
+        "picked": picked,
     }
     print(json.dumps(result), flush=True)
     await stop.wait()
