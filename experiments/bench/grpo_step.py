@@ -5,8 +5,8 @@
 Each side in a process of its own, taking turns (A B C A B C …), float32. A batch is groups of 16 completions to a
 prompt of 16 tokens. TRL runs once with its defaults, which recompute activations ("gradient checkpointing"), and once
 without, its fastest. Cases: a random Llama (hidden 128, 4 layers, vocabulary 512) with 64 completions of 64 tokens, the
-same with ragged completions (4 to 64 tokens, log-uniform); with `--model` that model instead, 16 completions, in a file of
-its own. All sides stay in memory: 16 GB for a model of 135 M weights.
+same with ragged completions (4 to 64 tokens, log-uniform); with `--model` that model instead, 16 completions, in a file
+of its own. All sides stay in memory at once.
 
     update      log-probabilities with gradient, two-sided clip, backward, gradient norm, AdamW, of a batch that is
                 given; TRL's own `GRPOTrainer.compute_loss`
