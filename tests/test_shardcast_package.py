@@ -142,8 +142,12 @@ def test_a_listed_shard_that_is_gone_ends_the_patience_not_the_hope(
     with pull(url, tmp_path, "--patience-s", 2) as process:
         assert process.wait() == 1
     assert f"nothing has come for 2 s ({url} answers 404 for /{shard_path(1, 4)})" in process.text
+    (first,) = tmp_path.glob(".partial-package-*/000000")  # what came is kept
+    first.unlink()
     with pull(url, tmp_path) as process:
-        time.sleep(2.0)
+        while not first.exists():  # until it is at work
+            assert process.running, process.text
+            time.sleep(0.05)
         process.terminate()
         assert process.wait() == 1
     shard.write_bytes(content)
