@@ -6,7 +6,7 @@ Each side in a process of its own, taking turns (A B C A B C …), float32. A ba
 prompt of 16 tokens. TRL runs once with its defaults, which recompute activations ("gradient checkpointing"), and once
 without, its fastest. Cases: a random Llama (hidden 128, 4 layers, vocabulary 512) with 64 completions of 64 tokens, the
 same with ragged completions (4 to 64 tokens, log-uniform); with `--model` that model instead, 16 completions, in a file
-of its own. All sides stay in memory at once.
+of its own, and only the fastest sides: all stay in memory at once.
 
     update      log-probabilities with gradient, two-sided clip, backward, gradient norm, AdamW, of a batch that is
                 given; TRL's own `GRPOTrainer.compute_loss`
@@ -201,13 +201,14 @@ def weight_bytes(model: Path) -> int:
 
 
 def compare(name: str, whole: bool, model: Path, batch: Path, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    pythons = {"ours": sys.executable} | ({"ours-proven": sys.executable} if whole else {})
+    small = weight_bytes(model) < 1e8  # of a large one, only the fastest sides: all stay in memory
+    pythons = {"ours": sys.executable} | ({"ours-proven": sys.executable} if whole and small else {})
     if args.trl_python:
-        pythons |= {"trl": args.trl_python, "trl-default": args.trl_python}
+        pythons |= {"trl": args.trl_python} | ({"trl-default": args.trl_python} if small else {})
     sides = {side: Side(side, whole, python, model, batch, args.threads) for side, python in pythons.items()}
     times: dict[str, list[float]] = {side: [] for side in sides}
     first: dict[str, dict[str, float]] = {}
-    repetitions = args.repetitions if weight_bytes(model) < 1e8 else max(1, args.repetitions // 5)
+    repetitions = args.repetitions if small else max(1, args.repetitions // 5)
     for turn in range(repetitions + 1):
         for side, process in sides.items():
             reply = process.step()
@@ -225,7 +226,8 @@ def compare(name: str, whole: bool, model: Path, batch: Path, tokens: int, args:
             f"{mine} / {side}": statistics.median(a / b for a, b in zip(times[mine], times[side], strict=True))
             for mine in times
             if mine.startswith("ours")
-            for side in ("trl", "trl-default")
+            for side in times
+            if side.startswith("trl")
         }
     if "trl" in sides and not whole:
         row["loss_difference"] = abs(first["ours"]["loss"] - first["trl"]["loss"])
@@ -308,8 +310,12 @@ def write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     for row in rows:
         for mine in [side for side in row["seconds"] if side.startswith("ours")]:
             name = row["case"] + (", with proofs" if mine == "ours-proven" else "")
-            seconds = " | ".join(f"{row['seconds'][side]:.3f}" for side in (mine, "trl", "trl-default"))
-            ratios = " | ".join(f"**{row['ratios'][f'{mine} / {side}']:.2f}**" for side in ("trl", "trl-default"))
+            spent, apart = row["seconds"], row["ratios"]
+            seconds = " | ".join(
+                f"{spent[side]:.3f}" if side in spent else "–" for side in (mine, "trl", "trl-default")
+            )
+            pairs = [f"{mine} / {side}" for side in ("trl", "trl-default")]
+            ratios = " | ".join(f"**{apart[pair]:.2f}**" if pair in apart else "–" for pair in pairs)
             same = (
                 f"{row['loss_difference']:.1e} | {row['norm_ratio']:.6f}"
                 if "norm_ratio" in row
