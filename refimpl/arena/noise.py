@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from refimpl.arena.bench import Bench, Sent
 from refimpl.arena.stats import FALSE_POSITIVE_BUDGET, upper_bound
-from refimpl.arena.verifiers import PROJECTIONS, UNBOUNDED, VERIFIERS
+from refimpl.arena.verifiers import MEAN_OVER, PROJECTIONS, UNBOUNDED, VERIFIERS
 from refimpl.attacks.honest import HONEST
 from refimpl.engine import Replay
 from refimpl.model.attention import KERNELS
@@ -185,7 +185,7 @@ def _line(
             float(np.mean([_mean_distance(c.exponent_mismatches, c.values, c.mantissa_mean) for c in strict]))
         )
         distances.append(_distance(projected.commitments(states_nD), own_nD))
-    margin = [float(clipped(m.float().clamp(min=0)).mean()) for m in drawn]
+    margin = [float(clipped(m.float().clamp(min=0)).sum()) / max(len(m), MEAN_OVER) for m in drawn]
     return Noise(
         prover=name,
         answers=len(proven),

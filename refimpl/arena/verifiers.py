@@ -29,6 +29,7 @@ UNBOUNDED = Thresholds(exponent_mismatches=math.inf, mantissa_mean=math.inf, man
 MALFORMED = 1e9  # the score of something that is no commitment at all
 PROJECTIONS = 8
 TOKENS_MIN = 16  # fewer give no verdict on the seed
+MEAN_OVER = 64  # tokens, at least, that a mean margin is taken over
 SMALLEST = 1e-12  # probability, before a logarithm
 FALSE_POSITIVE_RATE = 0.001  # of the anytime test, for one prover over its whole life
 
@@ -116,11 +117,12 @@ def clipped_margins(case: Case) -> np.ndarray:
 
 
 def sampling_proof(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
-    """Token-DiFR with our noise: mean clipped margin of the answer."""
+    """Token-DiFR with our noise: mean clipped margin of the answer. A short one counts as `MEAN_OVER` tokens: a single
+    near tie is half a logit, and would set the limit that long answers are held to."""
     if len(case.tokens) < TOKENS_MIN:
         return Finding(score=0.0, verdict=None, reason=f"{len(case.tokens)} tokens; a verdict needs {TOKENS_MIN}")
     margins = clipped_margins(case)
-    return judged(float(margins.mean()), limit, "mean clipped margin, logits", margins)
+    return judged(float(margins.sum()) / max(len(margins), MEAN_OVER), limit, "mean clipped margin, logits", margins)
 
 
 def anytime(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
