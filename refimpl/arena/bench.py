@@ -105,7 +105,7 @@ SETTINGS: dict[str, Setting] = {
             "prompt-altered": 192,
             "wrong-seed": 192,
             "greedy": 192,
-            "cheap-tokens": 192,
+            "cheap-tokens": 320,
         },
     ),
 }

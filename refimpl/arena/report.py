@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from refimpl.arena.bench import Batch, Bench
+from refimpl.arena.bench import Bench, Sent
 from refimpl.arena.economics import REFERENCE, Stakes, seconds
 from refimpl.arena.judge import Cell, Rate
 from refimpl.arena.stats import PIECE, separation, upper_bound
@@ -18,6 +19,7 @@ from refimpl.attacks.catalogue import ATTACKS
 from refimpl.attacks.honest import HONEST
 from refimpl.toploc.anytime import AnytimePlan, count_needed_for_power
 from refimpl.toploc.sampling_proof import CLIP
+from refimpl.work import Work
 
 Results = dict[str, Any]
 HOLES = (
@@ -100,13 +102,18 @@ def saved_share(bench: Bench, behaviour: str, count: int) -> float:
     answer), since chance makes answers longer or shorter; by the answer where ending it is the attack."""
     whole_answers = behaviour in ATTACKS and ATTACKS[behaviour].kind == "ending"
 
-    def cost(batches: Iterable[Batch]) -> float:
-        made = [(seconds(batch.work), batch.sent) for batch in batches]
+    def cost(parts: Iterable[tuple[Work, Sequence[Sent]]]) -> float:
+        made = [(seconds(work), sent) for work, sent in parts]
         units = sum(len(sent) if whole_answers else max(len(one.tokens) for one in sent) for _, sent in made)
         return sum(spent for spent, _ in made) / units
 
-    honest = bench.batches("honest", min(count, bench.setting.count("honest")))
-    return 1.0 - cost(bench.batches(behaviour, count)) / cost(honest)
+    cheats = [(batch.work, batch.sent) for batch in bench.batches(behaviour, count)]
+    kept = [sent for batch in bench.batches("honest", min(count, bench.setting.count("honest"))) for sent in batch.sent]
+    honest, engine, answers = [], bench.engine("honest"), itertools.cycle(kept)
+    for _, batch in cheats:  # as many at once: a batch's size decides what its steps cost
+        sent = list(itertools.islice(answers, len(batch)))
+        honest.append((engine.work([bench.prompt(one.index) for one in sent], sent), sent))
+    return 1.0 - cost(cheats) / cost(honest)
 
 
 def _anytime_tokens(cell: Cell, null_mean: float | None) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 PIECE = 8  # neighbouring tokens that are taken together: they depend on each other
-FALSE_POSITIVE_BUDGET = 1e-4  # for one verifier and one answer: a policy of five stays below 1 in 1000
+FALSE_POSITIVE_BUDGET = 1e-4  # for one verifier and one answer
 
 
 def interval(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:

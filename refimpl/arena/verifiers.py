@@ -292,7 +292,7 @@ class Policy:
         """Of honest answers that are checked: the members' sum, at most. None where a limit is not calibrated."""
         if not all(VERIFIERS[member].calibrated for member in self.members):
             return None
-        return FALSE_POSITIVE_BUDGET * len(self.members)
+        return sum(FALSE_POSITIVE_RATE if name == "anytime" else FALSE_POSITIVE_BUDGET for name in self.members)
 
 
 POLICIES: dict[str, Policy] = {
@@ -302,6 +302,7 @@ POLICIES: dict[str, Policy] = {
             "toploc-sequence",
             "projection",
             "sampling-proof",
+            "anytime",
             "termination-calibrated",
             "termination-seed",
         ),
