@@ -208,8 +208,7 @@ def compare(name: str, whole: bool, model: Path, batch: Path, tokens: int, args:
     sides = {side: Side(side, whole, python, model, batch, args.threads) for side, python in pythons.items()}
     times: dict[str, list[float]] = {side: [] for side in sides}
     first: dict[str, dict[str, float]] = {}
-    repetitions = args.repetitions if small else max(1, args.repetitions // 5)
-    for turn in range(repetitions + 1):
+    for turn in range(args.repetitions + 1):
         for side, process in sides.items():
             reply = process.step()
             if turn == 0:
