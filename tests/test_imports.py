@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROTOCOLS = ("pipeline", "toploc", "shardcast", "grpo", "testnet")
 ROLES = {
-    "stage", "head", "validator", "origin", "relay", "client", "worker", "trainer", "registry", "orchestrator",
+    "stage", "head", "validator", "origin", "relay", "client", "worker", "trainer", "registry", "orchestrator", "tune",
 }  # fmt: skip
 FILES = sorted([*ROOT.glob("refimpl/**/*.py"), *ROOT.glob("sim/**/*.py")])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from refimpl.threads import set_threads
 from sim.run import RunResult, run_scenario
 from sim.scenario import load_scenario
 from tests.paths import TINY_MODEL
@@ -18,6 +19,7 @@ from tests.paths import TINY_MODEL
 
 def run(folder: Path, seed: int = 1) -> RunResult:
     scenario = load_scenario("adversarial-tiny")
+    set_threads()  # as the command does: sums depend on it
     return run_scenario(
         scenario, name="tiny", seed=seed, model_path=str(TINY_MODEL), runs=folder, say=lambda line: None
     )
