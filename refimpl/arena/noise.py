@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from refimpl.arena.bench import Bench, Sent
-from refimpl.arena.stats import FALSE_POSITIVE_BUDGET, upper_bound
+from refimpl.arena.stats import FALSE_POSITIVE_BUDGET
 from refimpl.arena.verifiers import MEAN_OVER, PROJECTIONS, UNBOUNDED, VERIFIERS
 from refimpl.attacks.honest import HONEST
 from refimpl.engine import Replay
@@ -236,14 +236,12 @@ def _budget(found: Sequence[Noise], limits: Mapping[str, float]) -> list[str]:
     known = {name: field for name, field in scores.items() if name in limits}
     if not known:
         return []
-    answers = sum(line.answers for line in found)
     lines = [
         "",
         "## Limits against this noise",
         "",
         f"Each limit's budget is {100 * FALSE_POSITIVE_BUDGET:g} % of honest answers (`stats.limit_for`), set on other "
-        f"answers than these. Of these {answers}, none above a limit is an upper 95 % bound of "
-        f"{100 * upper_bound(0, answers):.2f} %.",
+        "answers than these. All prefills read the same answers, so their lines are no independent ones.",
         "",
         "| score | limit | largest noise | kinds above the limit |",
         "| --- | --- | --- | --- |",
