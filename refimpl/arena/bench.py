@@ -308,6 +308,7 @@ def sources(*patterns: str) -> bytes:
     return b"".join(path.read_bytes() for path in paths)
 
 
+@cache
 def code_of(behaviour: str) -> str:
     """Names the code that makes a behaviour's answers."""
     attacks = ("attacks/*.py",) if behaviour in ATTACKS else ("attacks/honest.py",)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from refimpl.arena.bench import Bench, Sent
 from refimpl.arena.stats import FALSE_POSITIVE_BUDGET
-from refimpl.arena.verifiers import MEAN_OVER, PROJECTIONS, UNBOUNDED, VERIFIERS
+from refimpl.arena.verifiers import PROJECTIONS, UNBOUNDED, VERIFIERS, mean_margin, total_distance
 from refimpl.attacks.honest import HONEST
 from refimpl.engine import Replay
 from refimpl.model.attention import KERNELS
@@ -181,11 +181,9 @@ def _line(
         proofs = VERIFIERS["toploc-paper"].commitments(states_nD)
         chunks += verify_proofs(own_nD, proofs, mode="published", thresholds=UNBOUNDED).chunks
         strict = verify_proofs(own_nD, toploc.commitments(states_nD), thresholds=UNBOUNDED).chunks
-        sequences.append(
-            float(np.mean([_mean_distance(c.exponent_mismatches, c.values, c.mantissa_mean) for c in strict]))
-        )
+        sequences.append(float(np.mean([total_distance(chunk) / chunk.values for chunk in strict])))
         distances.append(_distance(projected.commitments(states_nD), own_nD))
-    margin = [float(clipped(m.float().clamp(min=0)).sum()) / max(len(m), MEAN_OVER) for m in drawn]
+    margin = [mean_margin(clipped(m.float().clamp(min=0)).numpy()) for m in drawn]
     return Noise(
         prover=name,
         answers=len(proven),
@@ -196,11 +194,6 @@ def _line(
         margin=_spread(margin),
         match_rate=float(np.mean(np.concatenate([(m <= 0).numpy() for m in drawn]))),
     )
-
-
-def _mean_distance(mismatches: int, values: int, mean: float) -> float:
-    matched = values - mismatches
-    return (128 * mismatches + (mean * matched if matched else 0.0)) / values
 
 
 def _distance(sent: Sequence[bytes], own_nD: torch.Tensor) -> float:

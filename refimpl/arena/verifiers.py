@@ -19,7 +19,7 @@ import torch
 from refimpl.arena.stats import FALSE_POSITIVE_BUDGET
 from refimpl.arena.verifier import Case, Check, Finding, Verifier
 from refimpl.toploc.anytime import AnytimePlan, log_e_values
-from refimpl.toploc.check import PRESETS, Thresholds, verify_proofs
+from refimpl.toploc.check import PRESETS, ChunkScore, Thresholds, verify_proofs
 from refimpl.toploc.likelihood import ShapeLimits, shape_of, shape_test, termination_test
 from refimpl.toploc.projection import ProjectionError, decode, encode, project, relative_distances
 from refimpl.toploc.proof import CHUNK_TOKENS, TOP_K, Mode, build_proofs
@@ -82,15 +82,15 @@ def toploc_sequence(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
     bound_C = np.array([chunk.values for chunk in found.chunks], dtype=np.float64)
     if not bound_C.sum():
         return Finding(score=0.0, verdict=None, reason="nothing was proven")
-    total_C = np.array(
-        [
-            128 * c.exponent_mismatches
-            + (c.mantissa_mean * (c.values - c.exponent_mismatches) if c.exponent_mismatches < c.values else 0.0)
-            for c in found.chunks
-        ]
-    )
+    total_C = np.array([total_distance(chunk) for chunk in found.chunks])
     what = "mean distance of bound activations, steps of bf16"
     return judged(float(total_C.sum() / bound_C.sum()), limit, what, total_C / np.maximum(bound_C, 1))
+
+
+def total_distance(chunk: ChunkScore) -> float:
+    """Of all bound values of a chunk, steps of bf16: 128 for a mismatch."""
+    matched = chunk.values - chunk.exponent_mismatches
+    return 128 * chunk.exponent_mismatches + (chunk.mantissa_mean * matched if matched else 0.0)
 
 
 # --------------------------------------------------------------------------------------- activations: projection
@@ -122,7 +122,12 @@ def sampling_proof(case: Case, sent: Sequence[bytes], limit: float) -> Finding:
     if len(case.tokens) < TOKENS_MIN:
         return Finding(score=0.0, verdict=None, reason=f"{len(case.tokens)} tokens; a verdict needs {TOKENS_MIN}")
     margins = clipped_margins(case)
-    return judged(float(margins.sum()) / max(len(margins), MEAN_OVER), limit, "mean clipped margin, logits", margins)
+    return judged(mean_margin(margins), limit, "mean clipped margin, logits", margins)
+
+
+def mean_margin(clipped_n: np.ndarray) -> float:
+    """The sampling proof's score of an answer, by its clipped margins, logits."""
+    return float(clipped_n.sum()) / max(len(clipped_n), MEAN_OVER)
 
 
 def anytime(case: Case, sent: Sequence[bytes], limit: float) -> Finding:

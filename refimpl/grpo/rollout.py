@@ -28,6 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from refimpl.durable import write_whole
 from refimpl.grpo.parquet_guard import ParquetLimits, UnsafeFile, check_file, read_footer
 
 SCHEMA = pa.schema(
@@ -174,20 +175,7 @@ def decode_rollouts(data: bytes | memoryview, limits: RolloutLimits | None = Non
 def write_rollouts(path: Path, samples: Sequence[Sample]) -> str:
     """Write a file whole or not at all; returns its key. `path` never holds part of it, whenever the power goes."""
     data = encode_rollouts(samples)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself
-    finally:
-        os.close(folder)
+    write_whole(path, data, path.with_name(f".{path.name}.{os.getpid()}.part"))
     return content_key(data)
 
 

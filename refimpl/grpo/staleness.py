@@ -413,9 +413,15 @@ def violations(trained: Iterable[Trained], max_age: int) -> list[str]:
             found.append(f"version {unit.version} trained {unit.key} at age {age}, allowed 0 to {max_age}")
         if unit.key in seen:
             found.append(f"version {unit.version} trained {unit.key}, which version {seen[unit.key]} had trained")
-        if unit.version not in (newest, newest + 1):
-            when = f"after version {newest}" if newest >= 0 else "before any other"
-            found.append(f"version {unit.version} was trained {when}")
+        if wrong := out_of_turn(unit.version, newest):
+            found.append(wrong)
         newest = max(newest, unit.version)
         seen[unit.key] = unit.version
     return found
+
+
+def out_of_turn(version: int, newest: int) -> str:
+    """Why a version may not be trained after `newest` (-1: before any other); empty: it is that one or the next."""
+    if version in (newest, newest + 1):
+        return ""
+    return f"version {version} was trained {f'after version {newest}' if newest >= 0 else 'before any other'}"

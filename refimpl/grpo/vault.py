@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from refimpl.durable import sync_folder, write_whole
 from refimpl.grpo.rollout import RolloutError, RolloutLimits, Sample, content_key, decode_rollouts
 from refimpl.grpo.staleness import Slot, Trained, Unit
 from refimpl.messages import Blob
@@ -107,12 +108,12 @@ class Vault:
         _write(partial / MARK, json.dumps({"run": self.run_id, "checkpoint": version}).encode())
         _write(partial / BOOKS, json.dumps(books).encode())
         for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+            sync_folder(path)
+        sync_folder(partial)
         if final.exists():  # made again after a crash that it did not survive whole, or by a run that went back
             _remove(final)
         partial.rename(final)
-        _sync(self.root)
+        sync_folder(self.root)
         for old in self.versions()[: -self.keep]:
             _remove(self.folder(old))
         oldest = self.versions()[0]
@@ -169,24 +170,7 @@ def _bytes(file: Blob) -> bytes | memoryview:
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:
-    hidden = path.with_name(f"{PARTIAL}{path.name}")
-    try:
-        with hidden.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.replace(path)
-    finally:
-        hidden.unlink(missing_ok=True)  # it is there only where the disk was full
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    write_whole(path, data, path.with_name(f"{PARTIAL}{path.name}"))
 
 
 def _remove(path: Path) -> None:

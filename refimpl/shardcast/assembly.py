@@ -25,6 +25,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from refimpl.durable import sync_folder
 from refimpl.shardcast.disk import (
     PARTIAL,
     ShardMismatch,
@@ -34,7 +35,6 @@ from refimpl.shardcast.disk import (
     full_disk_named,
     place,
     read_blocks,
-    sync_folder,
 )
 from refimpl.shardcast.manifest import Header, Manifest
 

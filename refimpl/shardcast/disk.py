@@ -91,14 +91,6 @@ def read_blocks(descriptor: int, offset: int, size: int) -> Iterator[bytes]:
         offset, size = offset + len(block), size - len(block)
 
 
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def boot_id() -> bytes:
     """Names the time since the last boot; where the system does not say, every start counts as a new one."""
     try:

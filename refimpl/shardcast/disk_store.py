@@ -7,7 +7,6 @@ when the machine has started anew since: what is wrong then is set aside, not se
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from refimpl.durable import sync_folder, write_whole
 from refimpl.messages import Blob
 from refimpl.shardcast.assembly import Assembly
-from refimpl.shardcast.disk import StoreError, boot_id, full_disk_named, read_blocks, sync_folder
+from refimpl.shardcast.disk import StoreError, boot_id, full_disk_named, read_blocks
 from refimpl.shardcast.document import ManifestError
 from refimpl.shardcast.layout import Layout
 from refimpl.shardcast.manifest import Header, Manifest, Stretch, Verify
@@ -352,13 +352,8 @@ def _counted(path: Path) -> int:
 
 def _count(path: Path, number: int) -> None:
     """On disk before anything follows from it."""
-    hidden = path.with_name(f"{path.name}.new")
     with full_disk_named(path.parent):
-        with open(hidden, "w") as file:
-            file.write(str(number))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(hidden, path)
+        write_whole(path, str(number).encode(), path.with_name(f"{path.name}.new"))
 
 
 def layout_of(path: Path, shard_bytes: int) -> tuple[Layout, list[Path]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from refimpl.grpo.staleness import Trained, checkpoint_for
+from refimpl.grpo.staleness import Trained, checkpoint_for, out_of_turn
 from sim.checkers import EVERY, SECOND_NS, Checkers, View
 from sim.facts import Facts
 
@@ -113,9 +113,8 @@ def no_version_is_left_out(view: TrainingView) -> Iterator[str]:
     so."""
     newest = -1
     for unit in view.trained():
-        if unit.version not in (newest, newest + 1):
-            when = f"after version {newest}" if newest >= 0 else "before any other"
-            yield f"version {unit.version} was trained {when}"
+        if wrong := out_of_turn(unit.version, newest):
+            yield wrong
         newest = max(newest, unit.version)
     newest = -1
     for checkpoint in view.facts.out:
